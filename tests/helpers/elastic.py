@@ -18,6 +18,8 @@ from torch import nn
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, LocalWorld
 
+from .listeners import listening
+
 
 def serve(port: int, min_workers: int = 2, folder: str | None = None):
     """A Lighthouse in a process of its own, with the credentials of a folder if there is one; print its port."""
@@ -86,6 +88,7 @@ def worker(
     dies_in: str = "round",
     min_workers: int = 2,
     folder: str | None = None,
+    **place,
 ):
     """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
 
@@ -99,13 +102,15 @@ def worker(
         dies_in: "round", or "regroup" for before it, when all have connected.
         min_workers: fewer do not begin.
         folder: of keys; None for a run without credentials.
+        place: further arguments of the communicator, such as how others reach it.
     """
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     torch.manual_seed(number)
     credentials = None if folder is None else tw.Credentials(folder)
-    comm = ElasticCommunicator(address, number, min_workers, timeout_seconds=60, credentials=credentials)
+    options = {"timeout_seconds": 60, "credentials": credentials} | place
+    comm = ElasticCommunicator(address, number, min_workers, **options)
     model, optimizer = new_model()
     parsed = tw.parse(averager)
     handle = tw.compress_gradients(model, parsed, comm=comm)
@@ -128,7 +133,8 @@ def worker(
             print(comm.size, flush=True)
     result = {"number": number, "model": digest_of(model), "sizes": sizes}
     result |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
-    print(json.dumps(result | {"losses": comm.counts.losses}), flush=True)
+    result |= {"losses": comm.counts.losses, "listeners": len(listening())}
+    print(json.dumps(result), flush=True)
     os._exit(0)
 
 

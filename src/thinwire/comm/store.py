@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from .agreement import parsed
 from .handle import CommunicationError
+from .tls import relay
 from .tls.credentials import Credentials
 from .tls.store import TlsStore
 
@@ -108,7 +109,10 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
 
 
 def host_of(store: dist.Store) -> str | None:
-    """The host of a `TCPStore` or `TlsStore`, behind any prefixes; None for others."""
+    """The host of a `TCPStore` or `TlsStore`, or of the relay where that waits, behind any prefixes; None for others."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    return store.host if isinstance(store, (dist.TCPStore, TlsStore)) else None
+    if not isinstance(store, (dist.TCPStore, TlsStore)):
+        return None
+    at = relay.relay_of(store.host)
+    return store.host if at is None else at[0]

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from ..addresses import is_contact
 from ..members import Diverged, Members, Version
+from ..tls.relay import relay_of
 
 MAX_ROUNDS = 1 << 48
 """No run has more rounds: a round a microsecond would take 9 years."""
@@ -44,7 +45,7 @@ class Claim(NamedTuple):
 
     Args:
         id: of the process; the Lighthouse knows it by this name.
-        store: address of its store, "host:port".
+        store: address of its store, "host:port"; the host may be one at a relay, `relay.host_at`.
         number: of the worker.
         version: of its state.
         history: digest of the rounds that it has committed.
@@ -90,7 +91,9 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
         True
     """
     host, _, port = store.rpartition(":")
-    if not isinstance(data, dict) or set(data) != FIELDS or not is_contact(host, port):
+    if not isinstance(data, dict) or set(data) != FIELDS:
+        return None
+    if len(host) > MAX_TEXT or not is_contact("0.0.0.0" if relay_of(host) else host, port):
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
@@ -107,6 +110,18 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
     values = data | {"version": Version(*version), "unreachable": tuple(unreachable)}
     values["state_ports"] = tuple(data["state_ports"])
     return Claim(id=id, store=store, **values)
+
+
+def at_relay(claims: Iterable[Claim], relay: tuple[str, int] | None) -> list[Claim]:
+    """The claims of workers that listen, or that take connections at the run's relay: no other place is asked for them.
+
+    Example:
+        >>> from thinwire.comm.tls.relay import host_at
+        >>> ours, other = (Claim("a", f"{host_at((h, 1))}:1", 3, Version(7, 1), "", "", "", -1, "") for h in "ab")
+        >>> at_relay([ours, other], ("a", 1)) == [ours], at_relay([ours, other], None)
+        (True, [])
+    """
+    return [claim for claim in claims if relay_of(claim.store.rpartition(":")[0]) in (None, relay)]
 
 
 class Choice(NamedTuple):

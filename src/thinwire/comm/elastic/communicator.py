@@ -98,6 +98,9 @@ class ElasticCommunicator(Communicator):
         replica: where the model is sharded, the mesh of the processes that together are this worker, which `fully_shard` got:
             all of them make one, and take part in rounds together. None: this process alone.
         credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
+        listens: whether others can dial this worker. If not, they reach it through the relay.
+        relay: HOST:PORT of a `Relay`, the same on all workers, which carries what goes between two workers that cannot reach
+            each other, and to the stores and states of those behind NAT; it also tells who is. It needs credentials.
 
     Attributes:
         members: the workers of the last round that was opened; None before the first.
@@ -128,7 +131,17 @@ class ElasticCommunicator(Communicator):
         credentials: Credentials | None = None,
         check_every: int = 100,
         replica: dist.DeviceMesh | None = None,
+        listens: bool = True,
+        relay: str | None = None,
     ):
+        require(
+            listens or relay is not None,
+            f"worker {number}: one that takes no connections needs a relay, which takes them for it",
+        )
+        require(
+            relay is None or (credentials is not None and replica is None),
+            f"worker {number}: a relay is for workers of one process with credentials",
+        )
         require(
             type(check_every) is int and check_every >= 0,
             f"worker {number}: check_every must be an integer, 0 or more, got {check_every!r}",
@@ -163,10 +176,20 @@ class ElasticCommunicator(Communicator):
         self._groups: Groups = (
             GlooGroups(self._timeout, backend == "nccl")
             if credentials is None
-            else TcpGroups(self._timeout, credentials)
+            else TcpGroups(self._timeout, credentials, listens, relay)
         )
         self._forming = Forming(
-            *(number, lighthouse, min_workers, quorum_seconds, self._groups, self._processes, credentials)
+            *(
+                number,
+                lighthouse,
+                min_workers,
+                quorum_seconds,
+                self._groups,
+                self._processes,
+                credentials,
+                listens,
+                relay,
+            )
         )
         self._asker = self._forming.asker
         self._forming.settings["check_every"] = repr(check_every)

@@ -25,8 +25,9 @@ from ..members import LeftOut
 from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
+from ..tls.relay import host_at, own_address_at, parse_address
 from ..tls.store import TlsStore
-from .claims import Claim, choose, place_of, read_claim
+from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups
 from .history import History
 from .lighthouse import (
@@ -67,12 +68,13 @@ class Forming:
         groups: the round's connections, which are made anew whenever the workers change.
         processes: of this worker.
         credentials: of this worker; None for runs without.
+        listens, relay: see `ElasticCommunicator`.
 
     Attributes:
         asker: asks the Lighthouse, and sends it heartbeats.
         settings: what all workers must have in common, by name.
         place: name of the live connections, "" for none.
-        host: address of this machine.
+        host: address of this machine, or where others reach it at the relay.
 
     Raises:
         CommunicationError: the Lighthouse does not answer.
@@ -87,6 +89,8 @@ class Forming:
         groups: Groups,
         processes: Processes,
         credentials: Credentials | None = None,
+        listens: bool = True,
+        relay: str | None = None,
     ):
         self._credentials, self._processes = credentials, processes
         self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
@@ -97,6 +101,10 @@ class Forming:
         self._left_out: dict[int, float] = {}
         self._is_partial = False
         self.host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
+        self._relay = None if relay is None else parse_address(relay)
+        if self._relay is not None:
+            self.settings["relay"] = str(relay)
+            self.host = _host_at(self._relay, self.host, listens, number)
         self.asker: Asker | Silent = Silent()
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
@@ -221,7 +229,7 @@ class Forming:
         assert not isinstance(self.asker, Silent), "process 0 asks"
         while True:
             try:
-                return self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1))
+                return at_relay(self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1)), self._relay)
             except Refused as error:
                 raise CommunicationError(f"worker {self._number}: {error}") from error
             except Exception as error:
@@ -285,3 +293,12 @@ class Forming:
         self._missed = {number: 1 + self._missed.get(number, 0) for number in missing}
         until = time.monotonic() + LEFT_OUT_SECONDS
         self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}
+
+
+def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int) -> str:
+    """Where others reach this worker: at its own address, or at the relay if it does not listen or is behind NAT."""
+    try:
+        is_reached = listens and own_address_at(relay) == own
+    except OSError as error:
+        raise CommunicationError(f"worker {number}: {error}") from error
+    return own if is_reached else host_at(relay)

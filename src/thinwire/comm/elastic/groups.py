@@ -144,17 +144,19 @@ class TcpGroups(Groups):
     Args:
         timeout: how long a line may be cut.
         credentials: of this worker.
+        listens, relay: see `ElasticCommunicator`.
 
     Raises:
         ValueError: the extension was not built.
     """
 
-    def __init__(self, timeout: timedelta, credentials: Credentials):
+    def __init__(self, timeout: timedelta, credentials: Credentials, listens: bool = True, relay: str | None = None):
         require(
             is_available(),
             "elastic runs with credentials need the extension thinwire.comm.tcp._engine, which was not built",
         )
         self.limit, self._timeout, self._credentials = timeout, timeout, credentials
+        self._listens, self._relay = listens, relay
         self._comm: TcpCommunicator | None = None
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
@@ -167,6 +169,8 @@ class TcpGroups(Groups):
                 timeout_seconds=self._timeout.total_seconds(),
                 meeting_seconds=limit.total_seconds(),
                 credentials=self._credentials,
+                listens=self._listens,
+                relay=self._relay,
             )
         except WrongContact as error:
             raise Missing([error.rank]) from error

@@ -34,6 +34,7 @@ from ..handle import CommunicationError
 from ..store import connected_store, part_of
 from ..tls.connections import Listener
 from ..tls.credentials import Credentials, parsed_address
+from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
 from .quorums import QuorumClient, Quorums
 
@@ -342,6 +343,8 @@ def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
         poll = select.poll()
         for rank, store in stores:
             host, _, port = store.rpartition(":")
+            if at := relay_of(host):
+                host, port = at[0], str(at[1])
             try:
                 family = socket.AF_INET6 if ":" in host else socket.AF_INET
                 probe = stack.enter_context(socket.socket(family))

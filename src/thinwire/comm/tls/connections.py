@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import select
 import socket
@@ -30,6 +31,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ..addresses import oldest_of_busiest
+from . import relay
 from .credentials import WRONG, Credentials, name_in
 
 MAX_FRAME_BYTES = 1 << 22
@@ -43,6 +45,7 @@ MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 LOG_SECONDS = 1.0  # between two lines about refused connections
 LOOK_SECONDS = 0.5  # between two looks at the list of revoked certificates
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to reach a relay
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -108,7 +111,7 @@ class Listener:
 
     Args:
         host: address of this machine; where it is translated on the way, so that this machine does not have it, the listener
-            takes all addresses.
+            takes all addresses. Or a name at a relay, `relay.host_at`, where it takes connections instead.
         port: TCP port; 0 takes a free one.
         credentials: of this worker; None answers everybody, without TLS.
         answer: the answer to a question; it is called in many threads.
@@ -130,14 +133,18 @@ class Listener:
     ):
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
         self._max_bytes, self._num_unread = max_bytes, 0  # bytes of answers
-        self._listener = listening_socket(host, port)
-        self.port: int = self._listener.getsockname()[1]
+        self._is_at_relay = relay.relay_of(host) is not None
+        self._listener = socket.socket() if self._is_at_relay else listening_socket(host, port)
+        self.port: int = next(_PORTS_AT_RELAYS) if self._is_at_relay else self._listener.getsockname()[1]
+        self._waiting: socket.socket | None = None  # at the relay
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
         self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
         self._list, self._context = self._revoked(), self._new_context()
         threading.Thread(target=self._accept, name="thinwire-tls", daemon=True).start()
+        if self._is_at_relay:
+            threading.Thread(target=self._wait_at_relay, args=(host,), name="thinwire-tls", daemon=True).start()
 
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
@@ -149,7 +156,7 @@ class Listener:
         while self._open and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
-            for connection in (*self._open, *self._greeting):
+            for connection in (*self._open, *self._greeting, *([self._waiting] if self._waiting else [])):
                 _end(connection)
 
     def _new_context(self) -> ssl.SSLContext | None:
@@ -168,7 +175,8 @@ class Listener:
     def _accept(self) -> None:
         poll = select.poll()
         with contextlib.suppress(OSError, ValueError):  # closed
-            poll.register(self._listener, select.POLLIN)
+            if not self._is_at_relay:
+                poll.register(self._listener, select.POLLIN)
             while not self._is_closed:
                 is_ready = poll.poll(1000 * LOOK_SECONDS)
                 self._look_at_the_list()
@@ -194,6 +202,35 @@ class Listener:
             elif self._is_closed or error.errno == errno.EINVAL:
                 raise
             return
+        self._talk_with(connection, address[:2])
+
+    def _wait_at_relay(self, host: str) -> None:
+        """Keep one connection waiting there for a caller."""
+        at, pause = relay.relay_of(host), FIRST_PAUSE
+        assert at is not None
+        while not self._is_closed:
+            connection = None
+            try:
+                connection = relay.reach(at, relay.WAIT, relay.token_at(host, self.port), HANDSHAKE_SECONDS)
+                with self._lock:
+                    self._waiting = connection
+                if self._is_closed:
+                    raise ConnectionAbortedError("closed")
+                relay.await_other(connection, None)
+                self._talk_with(connection, at)
+                pause = FIRST_PAUSE
+            except OSError as error:
+                if connection is not None:
+                    connection.close()
+                if not self._is_closed:
+                    log.debug("%s", error)
+                    time.sleep(pause)
+                    pause = min(2 * pause, LONGEST_PAUSE)
+            finally:
+                with self._lock:
+                    self._waiting = None
+
+    def _talk_with(self, connection: socket.socket, address: tuple[str, int]) -> None:
         with self._lock:
             self._greeting[connection] = address[0]
             if len(self._greeting) > MAX_HANDSHAKES:
@@ -277,6 +314,10 @@ class Listener:
         log.warning("closed a connection from %s: %s%s", caller, why, more)
 
 
+_PORTS_AT_RELAYS = itertools.count(1)
+"""A number for each listener of this process that waits at a relay."""
+
+
 def listening_socket(host: str, port: int) -> socket.socket:
     """A socket that listens at one address of this machine, or at all if this machine does not have that one.
 
@@ -319,7 +360,7 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         OSError: nobody answers.
     """
     deadline = time.monotonic() + seconds
-    raw = socket.create_connection((host, port), seconds)
+    raw = relay.dial(host, port, seconds)
     connection = None
     try:
         patient(raw)

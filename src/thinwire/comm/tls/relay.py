@@ -3,7 +3,8 @@
     worker -> relay     "thinwire", what it wants, a token     8 + 1 + 32 bytes
     relay  -> worker    one byte, once the other one of the pair is there; then the bytes of the other one
 
-Who waits, and who connects to it, show the same token, which only workers that know the run's secret can compute. With
+Who waits, and who connects to it, show the same token, which only workers that know the run's secret can compute, or the name
+of a listener that waits at the relay; workers tell each other these names. With
 credentials, the workers' TLS goes through the relay from end to end, so it forwards what it cannot read. It bounds the
 number of connections, the bytes that it keeps for each, and how many from one address wait for their other half.
 """
@@ -12,10 +13,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import logging
+import re
+import secrets
 import socket
 import struct
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -224,6 +229,56 @@ def await_other(connection: socket.socket, seconds: float | None) -> None:
     connection.settimeout(seconds)
     if connection.recv(1) != JOINED:
         raise ConnectionError("the relay has hung up before the other worker came")
+
+
+def host_at(relay: tuple[str, int]) -> str:
+    """A new name under which a worker takes connections at a relay, which stands where others have the host of an address.
+
+    Example:
+        >>> host_at(("relay.example.org", 29600)).partition("@")[2]
+        'relay.example.org:29600'
+    """
+    host, port = relay
+    return f"{secrets.token_hex(TOKEN_BYTES)}@{f'[{host}]' if ':' in host else host}:{port}"
+
+
+def relay_of(host: str) -> tuple[str, int] | None:
+    """The relay at which a worker with this host takes connections; None for a host of its own.
+
+    Example:
+        >>> relay_of("10.0.0.1"), relay_of(host_at(("::1", 29600)))
+        (None, ('::1', 29600))
+    """
+    name, _, place = host.partition("@")
+    if not re.fullmatch(f"[0-9a-f]{{{2 * TOKEN_BYTES}}}", name):
+        return None
+    try:
+        return parse_address(place)
+    except ValueError:
+        return None
+
+
+def token_at(host: str, port: int) -> bytes:
+    """What the listener and its callers show to the relay; each port of a host has its own."""
+    return hashlib.sha256(f"{host.partition('@')[0]} {port}".encode()).digest()
+
+
+def dial(host: str, port: int, seconds: float) -> socket.socket:
+    """A connection with a listener, wherever it takes connections.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    deadline, at = time.monotonic() + seconds, relay_of(host)
+    if at is None:
+        return socket.create_connection((host, port), seconds)
+    connection = reach(at, CONNECT, token_at(host, port), seconds)
+    try:
+        await_other(connection, max(0.001, deadline - time.monotonic()))
+    except BaseException:
+        connection.close()
+        raise
+    return connection
 
 
 def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:

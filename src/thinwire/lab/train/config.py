@@ -150,7 +150,7 @@ class RunConfig:
     """These workers take no connections, as behind NAT: they dial the others. Differs between machines."""
     relay: str | None = None
     """HOST:PORT of a `thinwire relay`, the same on all machines. It finds out who is behind NAT, and carries messages between
-    workers that can only dial out."""
+    workers that can only dial out. An elastic run needs credentials with it."""
     port: int = 0
     """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
     timeout: float = 180.0
@@ -212,14 +212,14 @@ class RunConfig:
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
         alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
         require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
+        reached = not self.elastic or self.relay is not None or not self.no_listen
+        require(reached, "workers of an elastic run that take no connections need a relay; add --relay HOST:PORT")
         wrong = {
             "network": self.network is not None,
             "split": self.split != "even",
             "measure_lines": self.measure_lines,
             "data.in_order": bool(getattr(self.data, "in_order", False)),
             f"transport {self.transport}": self.transport in ("mpi", "tcp"),
-            "no_listen": self.no_listen,
-            "relay": self.relay is not None,
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(

@@ -87,4 +87,6 @@ def communicator(
         is_late=is_late,
         credentials=credentials,
         check_every=config.check_every,
+        listens=not config.no_listen,
+        relay=config.relay,
     )

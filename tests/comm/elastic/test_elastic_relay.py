@@ -1,0 +1,83 @@
+"""Elastic runs whose workers cannot be dialled: others reach them through a relay."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from pathlib import Path
+
+import pytest
+from helpers.elastic import serve, worker
+from helpers.keys import keys_of
+from helpers.program import Program
+
+from thinwire.comm import ElasticCommunicator
+from thinwire.comm.tcp import is_available
+from thinwire.comm.tls.connections import Client, Listener
+from thinwire.comm.tls.relay import Relay, host_at
+
+AVERAGER = "Mean(QSGD(bits=4), ErrorFeedback())"
+
+
+@pytest.fixture
+def server():
+    with Relay("127.0.0.1") as server:
+        yield server
+
+
+def test_a_listener_at_a_relay_answers_several_callers_at_once(server, tmp_path):
+    ours, theirs = keys_of(tmp_path, "ours", "theirs")
+    host = host_at(server.address)
+    listener = Listener(host, 0, ours, lambda question: [b"heard", *question])
+    clients = [Client(host, listener.port, theirs) for _ in range(5)]
+    for client in clients:
+        client.connect(20.0)
+    assert [c.ask(b"%d" % n, seconds=20.0) for n, c in enumerate(clients)] == [[b"heard", b"%d" % n] for n in range(5)]
+    listener.close()
+    with pytest.raises(OSError):
+        clients[0].ask(b"more", seconds=1.0)
+
+
+@pytest.mark.skipif(not is_available(), reason="the extension was not built")
+@pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's list of sockets")
+@pytest.mark.parametrize("first_listens", [True, False])
+def test_workers_that_nobody_can_dial_train_and_one_dies_and_is_healed(server, tmp_path, first_listens):
+    """The first worker's store is where a round meets, so both cases count."""
+    folders = [str(one.folder) for one in keys_of(tmp_path / "keys", "a", "b", "c")]
+    place = Program(serve, 0, 2, folders[0], folder=tmp_path)
+    programs = [place]
+
+    def start(number):
+        options = {"relay": f"127.0.0.1:{server.address[1]}", "listens": first_listens and number == 0}
+        options["timeout_seconds"] = 10  # through a relay, nothing sooner tells that a worker is dead
+        arguments = (f"https://127.0.0.1:{int(place.stdout)}", number, AVERAGER, 3, 10, None, "round", 2)
+        program = Program(
+            partial(worker, **options), *arguments, folders[number], folder=tmp_path, MASTER_ADDR="127.0.0.1"
+        )
+        programs.append(program)
+        return program
+
+    try:
+        place.wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
+        first, second, third = map(start, range(3))
+        third.wait_until(lambda: "3\n" in third.stdout, "three workers")
+        third.kill()
+        first.wait_until(lambda: first.stdout.endswith("2\n"), "two workers")
+        again = start(2)
+        ended = [first, second, again]
+        assert [one.wait(120) for one in ended] == [0, 0, 0], [one.stderr for one in ended]
+        saw = [json.loads(one.stdout.splitlines()[-1]) for one in ended]
+    finally:
+        for program in programs:
+            program.kill()
+    assert len({one["model"] for one in saw}) == 1
+    assert saw[0]["sizes"][-3:] == [3, 2, 3] and saw[2]["healings"] == 1
+    assert [one["listeners"] > 0 for one in saw] == [first_listens, False, False]
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    (credentials,) = keys_of(tmp_path, "a")
+    with pytest.raises(ValueError, match="worker 3: one that takes no connections needs a relay"):
+        ElasticCommunicator("https://127.0.0.1:1", 3, credentials=credentials, listens=False)
+    with pytest.raises(ValueError, match="worker 3: a relay is for workers of one process with credentials"):
+        ElasticCommunicator("http://127.0.0.1:1", 3, relay="127.0.0.1:1")
