@@ -13,7 +13,7 @@ from helpers.program import Program
 
 from thinwire.comm import ElasticCommunicator
 from thinwire.comm.tcp import is_available
-from thinwire.comm.tls.connections import Client, Listener
+from thinwire.comm.tls.connections import Client, Listener, Refused
 from thinwire.comm.tls.relay import Relay, host_at
 
 AVERAGER = "Mean(QSGD(bits=4), ErrorFeedback())"
@@ -33,6 +33,9 @@ def test_a_listener_at_a_relay_answers_several_callers_at_once(server, tmp_path)
     for client in clients:
         client.connect(20.0)
     assert [c.ask(b"%d" % n, seconds=20.0) for n, c in enumerate(clients)] == [[b"heard", b"%d" % n] for n in range(5)]
+    (stranger,) = keys_of(tmp_path / "elsewhere", "stranger")
+    with pytest.raises(Refused, match=r"^who waits at the relay 127\.0\.0\.1:\d+ is refused: "):
+        Client(host, listener.port, stranger).connect(20.0)
     listener.close()
     with pytest.raises(OSError):
         clients[0].ask(b"more", seconds=1.0)

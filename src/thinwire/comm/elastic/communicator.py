@@ -179,17 +179,8 @@ class ElasticCommunicator(Communicator):
             else TcpGroups(self._timeout, credentials, listens, relay)
         )
         self._forming = Forming(
-            *(
-                number,
-                lighthouse,
-                min_workers,
-                quorum_seconds,
-                self._groups,
-                self._processes,
-                credentials,
-                listens,
-                relay,
-            )
+            *(number, lighthouse, min_workers, quorum_seconds, self._groups, self._processes),
+            *(credentials, listens, relay),
         )
         self._asker = self._forming.asker
         self._forming.settings["check_every"] = repr(check_every)

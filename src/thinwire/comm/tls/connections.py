@@ -360,7 +360,8 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         OSError: nobody answers.
     """
     deadline = time.monotonic() + seconds
-    raw = relay.dial(host, port, seconds)
+    at, raw = relay.relay_of(host), relay.dial(host, port, seconds)
+    where = f"{host}:{port}" if at is None else f"who waits at the relay {at[0]}:{at[1]}"
     connection = None
     try:
         patient(raw)
@@ -373,9 +374,9 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     except BaseException as error:
         (connection or raw).close()
         if isinstance(error, ssl.SSLCertVerificationError):
-            raise Refused(f"{host}:{port} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
+            raise Refused(f"{where} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
-            raise Refused(f"{host}:{port} refuses this worker: {_alert(error.reason)}") from None
+            raise Refused(f"{where} refuses this worker: {_alert(error.reason)}") from None
         raise
 
 
