@@ -22,7 +22,7 @@ from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
 from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Place
-from thinwire.comm.tcp.handshake import HELLO, Greeting, introduce, proof
+from thinwire.comm.tcp.handshake import HELLO, HUNG_UP, Greeting, introduce, proof
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
@@ -76,6 +76,18 @@ def test_outsiders_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, capl
     lines = caplog.messages
     assert len(lines) == len(connections) == 3
     assert all("\n" not in line and "rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
+
+
+def test_a_connection_that_is_reset_before_a_word_has_hung_up():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        caller = socket.create_connection(server.getsockname())
+        greeting = Greeting(server.accept()[0], rank=0, secret=SECRET)
+    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
+    caller.close()
+    while greeting.goes_on():
+        time.sleep(0.01)
+    greeting.connection.close()
+    assert greeting.why == HUNG_UP
 
 
 def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):

@@ -109,6 +109,8 @@ class Greeting:
         except OSError as error:
             if self._stream is not self.connection:
                 self.why = f"is not of this run: {error}"
+            elif not self._said:
+                self.why = HUNG_UP
             return False
         self._said += part
         if not self._said:
