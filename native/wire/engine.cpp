@@ -599,7 +599,7 @@ double Engine::tick(double at) {
         bool is_busy = peer.has_work();
         for (auto& c : peer.connections) is_busy = is_busy || c->frames.size() > 0;
         if (!is_busy) continue;
-        if (peer.is_light() && !peer.bulk.empty() && at - peer.moved > 3 * peer.round_trip) {
+        if (peer.is_light() && peer.has_work() && at - peer.moved > 3 * peer.round_trip) {
             peer.is_heavy = true;  // the one connection is stuck, so the others take over
             pump(peer);
         }
