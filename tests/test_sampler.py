@@ -58,7 +58,7 @@ class Rounds:
     def join(self):
         comm = SimpleNamespace(is_elastic=True, size=1, rank=0, in_round=True, members=None, num_skipped=0)
         comm.check_agreement, comm.share, comm.watch = (lambda *_: None,) * 3
-        strategy = SimpleNamespace(has_common_steps=True, sends_again=False)
+        strategy = SimpleNamespace(has_common_steps=True, counts_commits=False, sends_again=False)
         sampler = tw.ElasticSampler(
             11, SimpleNamespace(comm=comm, strategy=strategy, models_differ=self.keeps), per_step=4, seed=2
         )
@@ -155,17 +155,17 @@ def test_every_block_is_committed_once_though_workers_are_killed(strategy, tmp_p
 
 
 def test_what_cannot_be_is_refused():
-    def quorum(comm):
+    def alone(comm):
         model = torch.nn.Linear(1, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        handle = tw.attach(model, optimizer, "Local(Mean(), 2, quorum=Quorum(stale=Drop()))", comm=comm)
+        handle = tw.attach(model, optimizer, "Asynchronous(Pairwise())", comm=comm)
         try:
             tw.ElasticSampler(4, handle)
         finally:
             handle.detach()
 
-    with pytest.raises(ValueError, match="unequal numbers of steps"):
-        run_threads(1, quorum)
+    with pytest.raises(ValueError, match="neither steps nor rounds in common; give each worker data of its own"):
+        run_threads(2, alone)
     with pytest.raises(ValueError, match="num_blocks must be"):
         run_threads(1, fixed, 0, 1, 1)
     assert issubclass(ElasticCommunicator, tw.comm.Communicator)

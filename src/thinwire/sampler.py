@@ -11,14 +11,23 @@ until its round ends. All workers know all leases. The vote that commits a round
 With a delay or fragments of `Local`, several rounds merge what one step has changed. The first that ends after the step commits
 its blocks; what later ones had to merge is lost if the worker dies before.
 
+With a quorum workers have no common steps. Each has leases for the steps until its next round, and takes them when it likes.
+A committed round says from how many blocks each change was made; then the leases of its workers are filled up:
+
+    committed    the blocks of changes that were merged are done
+    given back   those of changes that were dropped, and the leases of workers that are gone
+
+No lease goes beyond the epoch. A worker that has no block left waits for the others (`synchronize`). What was given back
+meanwhile is assigned anew then, in the same epoch.
+
 The state of the sampler is shared: whoever joins gets it from a live worker, and a checkpoint holds it.
 """
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
@@ -29,6 +38,8 @@ from .options import require_integer
 
 if TYPE_CHECKING:
     from .strategy.base import AveragerAttachment
+    from .strategy.local.asynchronous import Part
+    from .strategy.local.rounds import LocalUpdates
 
 ORDER_STREAM = zlib.crc32(b"order of blocks")
 MAX_BLOCKS = 1 << 40
@@ -50,13 +61,14 @@ class ElasticSampler:
     """Assigns the blocks of an epoch to the workers of a strategy; see the module's text.
 
     All workers construct it together, and call `take` once before each step, after `begin_round` where workers come and go.
+    With a quorum `take` may return no block: then call `synchronize` of the strategy, and take again.
 
     Args:
         num_blocks: in an epoch.
         handle: the strategy at work, on a fixed number of workers or an elastic communicator.
         per_step: blocks of a step over all workers, the constant global batch. A worker that joins takes over that of the
-            others. None for one of each worker, where their number is fixed. The attribute may be changed before a step, alike
-            on all workers.
+            others. None for one of each worker, where their number is fixed, and with a quorum. The attribute may be changed
+            before a step, alike on all workers.
         seed: of the order, the same on all workers; every epoch has an order of its own.
 
     Attributes:
@@ -67,8 +79,8 @@ class ElasticSampler:
         last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
 
     Raises:
-        ValueError: a number out of range, no `per_step` where workers come and go, or a strategy whose workers take unequal
-            numbers of steps.
+        ValueError: a number out of range, no `per_step` where workers come and go, one with a quorum, or a strategy without
+            rounds (`Asynchronous`).
 
     Example:
         >>> import thinwire as tw
@@ -85,10 +97,15 @@ class ElasticSampler:
         comm = handle.comm
         require_integer("ElasticSampler: num_blocks", num_blocks, 1, MAX_BLOCKS)
         require_integer("ElasticSampler: per_step", per_step, 1, or_none=True)
+        strategy, has_quorum = handle.strategy, handle.strategy.counts_commits
         require(
-            handle.strategy.has_common_steps,
-            f"ElasticSampler: workers of {handle.strategy} take unequal numbers of steps, so no step is common to all; give "
-            "each worker data of its own",
+            strategy.has_common_steps or has_quorum,
+            f"ElasticSampler: workers of {strategy} have neither steps nor rounds in common; give each worker data of its own",
+        )
+        require(
+            per_step is None or not has_quorum,
+            f"ElasticSampler: with a quorum each worker takes one block at a time, so per_step={per_step} means nothing; "
+            "leave it out",
         )
         self._elastic = comm if isinstance(comm, ElasticCommunicator) else None
         require(
@@ -98,9 +115,10 @@ class ElasticSampler:
         )
         self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
         self.last_committed: dict[int, list[Block]] = {}
-        self._comm, self._keeps, self._sends_again = comm, handle.models_differ, handle.strategy.sends_again
+        self._comm, self._keeps, self._sends_again = comm, handle.models_differ, strategy.sends_again
         self._is_passive = False
         self._next, self._num_own = 0, 0
+        self._last, self._num_claimed, self._num_meetings = 0, 0, 0  # of a quorum; no place from `_last` on is assigned
         self._returned: list[int] = []
         self._leases: dict[int, list[int]] = {}
         self._order: tuple[int, list[int]] = (-1, [])
@@ -108,25 +126,35 @@ class ElasticSampler:
         if self._elastic is not None:
             self._elastic.share("sampler", self._position, self._join)
             self._elastic.watch(self.claim, self.round_ended)
+        self._rounds = cast("LocalUpdates", handle) if has_quorum else None
+        if self._rounds is not None:
+            self._rounds.assign_blocks(self)
 
     @property
     def epoch(self) -> int:
-        """How many epochs are committed as a whole."""
+        """How many epochs are committed as a whole; with a quorum, and all workers have met since."""
+        if self._rounds is not None:
+            return self._last // self.num_blocks - 1
         under_way = [place for lease in self._leases.values() for place in lease]
         return min([self._next, *self._returned, *under_way]) // self.num_blocks
 
     @property
     def num_assigned(self) -> int:
-        """Blocks assigned since the start, in all epochs, without those that were given back."""
-        return self._next - len(self._returned)
+        """Blocks assigned since the start, without those that were given back; with a quorum, those committed."""
+        under_way = sum(map(len, self._leases.values())) if self._rounds else 0
+        return self._next - len(self._returned) - under_way
 
     def upcoming(self, epoch: int) -> list[Block]:
         """This worker's blocks of the next steps in an epoch, if the workers stay the same and nothing is given back."""
+        if self._rounds is not None:
+            return [self._block(place) for place in self._leases.get(self._comm.rank, [])[self._num_own :]]
         places = range(self._next + self._comm.rank, (epoch + 1) * self.num_blocks, self.per_step)
         return [self._block(place) for place in places] if self.per_step == self._comm.size else []
 
     def take(self) -> list[Block]:
-        """This worker's blocks of the next step: at least one, see `weight`."""
+        """This worker's blocks of the next step: at least one, see `weight`. With a quorum one, or none until all have met."""
+        if self._rounds is not None:
+            return self._take_leased(self._rounds)
         comm = self._comm
         self._end_step()
         if self._is_passive:
@@ -178,6 +206,80 @@ class ElasticSampler:
                 self.last_committed[number] = [self._block(place) for place in committed]
         self._returned.sort()
 
+    # ---- with a quorum ----
+
+    def _take_leased(self, rounds: LocalUpdates) -> list[Block]:
+        """The next block of this worker's lease. If it has none, it exchanges what it has done, which may bring some."""
+        rank = self._comm.rank
+        if self._num_own == len(self._leases.get(rank, [])) and self._num_own:
+            rounds.exchange_now()
+        left = self._leases.get(rank, [])[self._num_own :][:1]
+        self._num_own += len(left)
+        return [self._block(place) for place in left]
+
+    def claim_share(self) -> int:
+        """How many blocks this worker has taken since its last share."""
+        number, self._num_claimed = self._num_own - self._num_claimed, self._num_own
+        return number
+
+    def committed(self, parts: Mapping[int, Part], gone: Sequence[int]) -> None:
+        """Commit or give back what the changes of a round were made from, and fill the leases of its workers up.
+
+        Args:
+            parts: of the round, by rank.
+            gone: ranks of workers that are gone since the round before.
+        """
+        self.last_committed = {}
+        for rank, part in parts.items():
+            lease = self._leases.get(rank, [])
+            done, self._leases[rank] = lease[: part.blocks], lease[part.blocks :]
+            if rank == self._comm.rank:
+                self._num_own, self._num_claimed = self._num_own - len(done), self._num_claimed - len(done)
+            if part.is_merged:
+                self.last_committed[rank] = [self._block(place) for place in done]
+            else:
+                self._returned += done
+        for rank in gone:
+            self._returned += self._leases.pop(rank, [])
+        self._returned.sort()
+        # What a worker gave back is for others: if its changes are always dropped, it would have it again for ever.
+        merged = {rank for rank, part in parts.items() if part.is_merged}
+        self._fill({rank: part.wanted for rank, part in parts.items() if rank not in gone}, merged)
+
+    def all_met(self, members: Sequence[int], wanted: int) -> None:
+        """All workers have ended their leases, or were interrupted: assign anew.
+
+        Args:
+            members: ranks of the workers that go on.
+            wanted: blocks for each at first.
+        """
+        self._returned = sorted(place for places in (self._returned, *self._leases.values()) for place in places)
+        self._leases, self._num_own, self._num_claimed = {}, 0, 0
+        self._last = (min([self._next, *self._returned]) // self.num_blocks + 1) * self.num_blocks
+        first = self._num_meetings % len(
+            members
+        )  # else a last block would always go to the same worker, which may be wrong
+        self._num_meetings += 1
+        self._fill(dict.fromkeys([*members[first:], *members[:first]], wanted), members)
+
+    def _fill(self, wanted: Mapping[int, int], again: Collection[int]) -> None:
+        """Assign places in turn until each worker has as many as it wants. Those in `again` may get what was given back."""
+        waiting = [rank for rank, number in wanted.items() if len(self._leases.setdefault(rank, [])) < number]
+        while waiting:
+            for rank in list(waiting):
+                if rank in again and self._returned:
+                    place = self._returned.pop(0)
+                elif self._next < self._last:
+                    place, self._next = self._next, self._next + 1
+                else:
+                    waiting.remove(rank)
+                    continue
+                self._leases[rank].append(place)
+                if len(self._leases[rank]) == wanted[rank]:
+                    waiting.remove(rank)
+
+    # ---- saved, and handed to a worker that joins ----
+
     def state_dict(self) -> dict[str, Any]:
         """The position in the data, alike on all workers but for how many of the leases are this worker's: plain values."""
         self._end_step()
@@ -205,6 +307,8 @@ class ElasticSampler:
             self._num_own = saved["own"]
         else:
             self.round_ended({})
+        if self._rounds is not None:
+            self._rounds.assign_blocks(self)
 
     def _join(self, saved: dict[str, Any]) -> None:
         """Take over the position of a live worker. This worker has no part in what the others have done so far."""
@@ -222,8 +326,8 @@ class ElasticSampler:
         self._is_passive = self._sends_again and any(leases.values())  # the others exchange now, and assign no more
 
     def _end_step(self) -> None:
-        """On a fixed number of workers, every step is committed."""
-        if self._elastic is None:
+        """On a fixed number of workers without a quorum, every step is committed."""
+        if self._elastic is None and self._rounds is None:
             self.round_ended({number: len(lease) for number, lease in self._leases.items()})
 
     def _next_places(self, number: int) -> list[int]:

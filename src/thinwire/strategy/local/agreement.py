@@ -4,9 +4,9 @@ Every worker sends its change, encoded once, to all others (`Share`). The *leade
 which shares make a round, and tells the others (a *commit*: fragment, version, and the shares by worker and number). Every
 worker adds the same shares in rank order. So what they share has the same bits at every version, whenever a worker gets there.
 
-    share     worker -> all       a change of a fragment, how far this worker is, and its speed
+    share     worker -> all       a change of a fragment, how far this worker is, its speed, and its blocks of data
     speed     worker -> all       its speed, in the first period
-    commit    leader -> all       the shares of the next version of a fragment
+    commit    leader -> all       the shares of the next version of a fragment, and who has no more
     done      worker -> leader    this worker makes no more changes until all are done
     end       leader -> all       all are done; the last version of each fragment
 
@@ -47,6 +47,7 @@ from ...comm import CommunicationError, Communicator, Message
 from ...comm.messenger import Messenger
 from .quorum import Quorum
 
+GONE = 0  # in place of the number of a share: this worker sends no more
 ALIGNMENT = 16  # of the payload in a share, so that it may be viewed as floats
 MAX_NOTE_BYTES = 1 << 20
 _LENGTH = struct.Struct("<q")
@@ -69,6 +70,8 @@ class Share(NamedTuple):
         number: counts the shares of this worker and fragment, from 1.
         base: the version that the change was measured from.
         tokens: that it was made from; 0 if it is not finite, and has no message.
+        blocks: of data that it was made from, if a sampler assigns them.
+        wanted: how many this worker wants to have assigned after its round.
         message: (num_bytes,) uint8, as the averager encoded it.
     """
 
@@ -77,14 +80,25 @@ class Share(NamedTuple):
     number: int
     base: int
     tokens: int
+    blocks: int
+    wanted: int
     message: Tensor
 
 
 class Round(NamedTuple):
-    """A committed round: its version, and its shares in rank order."""
+    """A committed round: its version, its shares in rank order, and the ranks of workers that are gone since the last one."""
 
     version: int
     shares: list[Share]
+    gone: list[int]
+
+
+class End(NamedTuple):
+    """The end of a phase: its number, the last version of each fragment, and the ranks of the members."""
+
+    phase: int
+    versions: list[int]
+    members: list[int]
 
 
 class Agreement:
@@ -118,7 +132,7 @@ class Agreement:
         self._fragments = [_Log() for _ in range(num_fragments)]
         self._haves: dict[int, list[int]] = {rank: [0] * num_fragments for rank in self._members}
         self._done: dict[int, int] = {}  # the phase that each has ended
-        self._ended: tuple[int, list[int]] = (0, [])  # the phase that all have ended, and the versions then
+        self._phase, self._ended = 0, End(0, [], [])  # the last phase whose rounds are taken, and that all have ended
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []  # a heap of what to do when
         self._alarmed, self._num_alarms = threading.Condition(self._lock), 0
         self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
@@ -133,14 +147,14 @@ class Agreement:
         with self._changed:
             return len(self._members)
 
-    def send(self, fragment: int, base: int, tokens: int, message: Tensor) -> Pending:
-        """Send this worker's next share of a fragment to all others."""
+    def send(self, fragment: int, base: int, tokens: int, blocks: tuple[int, int], message: Tensor) -> Pending:
+        """Send this worker's next share of a fragment to all others. `blocks` are those that it is made from and wants."""
         self.check()
         with self._changed:
             log = self._fragments[fragment]
             log.sent += 1
             self.speeds[self.rank] = self.speed
-            payload = self._packed(Share(self.rank, fragment, log.sent, base, tokens, message))
+            payload = self._packed(Share(self.rank, fragment, log.sent, base, tokens, *blocks, message))
             for peer in self._others():
                 self._messenger.post(peer, Kind.SHARE, payload)
             self._keep(self._unpacked(payload)[0])  # a copy: the caller's buffers may change
@@ -160,17 +174,31 @@ class Agreement:
                 taken.append(rounds.popleft())
             return taken
 
-    def finish(self) -> list[int]:
-        """Wait until all members have called it; returns the last version of each fragment. Their rounds can be taken then."""
+    def drain(self) -> list[list[Round]]:
+        """Make no more changes until all members have called it; wait for rounds of the others.
+
+        Returns:
+            The next rounds of each fragment; none once all members have called it, and all rounds until then are taken.
+        """
         with self._changed:
-            phase = self._ended[0] + 1
-            self._done[self.rank] = phase
-            self._tell(self._others(), {"is": "done", "phase": phase, "have": self._have()})
-            self._decide()
-            self._wait(lambda: self._ended[0] >= phase)
-            versions = self._ended[1]
+            phase = self._phase + 1
+            if self._done.get(self.rank) != phase:
+                self._done[self.rank] = phase
+                self._tell(self._others(), {"is": "done", "phase": phase, "have": self._have()})
+                self._decide()
+            self._wait(lambda: self._ended.phase >= phase or any(log.rounds for log in self._fragments))
+            if self._ended.phase < phase:
+                return [self.take(fragment) for fragment in range(len(self._fragments))]
+            versions = self._ended.versions
             self._wait(lambda: all(log.have >= v for log, v in zip(self._fragments, versions, strict=True)))
-            return versions
+            rounds = [self.take(fragment, version) for fragment, version in enumerate(versions)]
+            self._phase += not any(rounds)
+            return rounds
+
+    @property
+    def members_at_end(self) -> list[int]:
+        """The ranks that took part when all had called `drain`; the same on all workers."""
+        return self._ended.members
 
     def leave(self) -> None:
         """Tell the others that this worker makes no more changes, and hang up."""
@@ -241,7 +269,7 @@ class Agreement:
         elif kind == "speed":
             self.speeds[source] = float(note["speed"])
         elif kind == "end" and source == self._leader:
-            self._ended = max(self._ended, (note["phase"], note["versions"]))
+            self._ended = max(self._ended, End(*note["end"]))
             self._changed.notify_all()
         elif kind == "ask":
             self._asked(source, set(note["lost"]), set(note["left"]))
@@ -266,7 +294,7 @@ class Agreement:
 
     def _packed(self, share: Share) -> Tensor:
         """A share as a message: the length of the head, the head, and the payload."""
-        head = {"share": share[:5], "speed": self.speeds.get(share.worker, 0.0), "have": self._have()}
+        head = {"share": share[:-1], "speed": self.speeds.get(share.worker, 0.0), "have": self._have()}
         text = json.dumps(head).encode()
         text += b" " * (-(_LENGTH.size + len(text)) % ALIGNMENT)
         prefix = torch.frombuffer(bytearray(_LENGTH.pack(len(text)) + text), dtype=torch.uint8)
@@ -276,10 +304,11 @@ class Agreement:
         (length,) = _LENGTH.unpack(bytes(payload[: _LENGTH.size].tolist()))
         end = _LENGTH.size + length
         head = json.loads(bytes(payload[_LENGTH.size : end].tolist()))
-        worker, fragment, number, base, tokens = map(int, head["share"])
-        if not (worker in range(len(self._haves)) and fragment in range(len(self._fragments)) and tokens >= 0):
+        worker, fragment, number, base, tokens, blocks, wanted = map(int, head["share"])
+        is_known = worker in range(len(self._haves)) and fragment in range(len(self._fragments))
+        if not (is_known and number > 0 and min(tokens, blocks, wanted) >= 0):
             raise ValueError(f"share {head['share']}")
-        share = Share(worker, fragment, number, base, tokens, payload[end:])
+        share = Share(worker, fragment, number, base, tokens, blocks, wanted, payload[end:])
         return share, float(head["speed"]), list(map(int, head["have"]))
 
     # ---- shares and commits ----
@@ -326,11 +355,13 @@ class Agreement:
         """Let the training take the rounds whose shares are all here."""
         log = self._fragments[fragment]
         while log.have < log.version:
-            chosen = [(fragment, rank, number) for rank, number in log.shares_of(log.have + 1)]
+            shares = log.shares_of(log.have + 1)
+            chosen = [(fragment, rank, number) for rank, number in shares if number != GONE]
             if not all(key in self._store for key in chosen):
                 return
             log.have += 1
-            log.rounds.append(Round(log.have, [self._store[key] for key in chosen]))
+            gone = [rank for rank, number in shares if number == GONE]
+            log.rounds.append(Round(log.have, [self._store[key] for key in chosen], gone))
             log.own_ready = max([log.own_ready, *(number for _, rank, number in chosen if rank == self.rank)])
         self._changed.notify_all()
 
@@ -342,10 +373,10 @@ class Agreement:
             return
         for fragment in range(len(self._fragments)):
             self._decide_round(fragment)
-        phase = self._ended[0] + 1
+        phase = self._ended.phase + 1
         if all(self._done.get(rank) == phase for rank in self._members):
-            self._ended = (phase, [log.version for log in self._fragments])
-            self._tell(self._others(), {"is": "end", "phase": phase, "versions": self._ended[1]})
+            self._ended = End(phase, [log.version for log in self._fragments], sorted(self._members))
+            self._tell(self._others(), {"is": "end", "end": self._ended})
             self._changed.notify_all()
 
     def _decide_round(self, fragment: int) -> None:
@@ -356,7 +387,7 @@ class Agreement:
         if log.first_at is None:
             log.first_at = now
             self._later(self._quorum.patience_seconds, self._decide)
-        active = {rank for rank in self._members if self._done.get(rank) != self._ended[0] + 1}
+        active = {rank for rank in self._members if self._done.get(rank) != self._ended.phase + 1}
         ranks = {rank for rank, _ in arrived}
         missing = active - ranks
         everyone = len(active | ranks)
@@ -373,9 +404,11 @@ class Agreement:
             if now < log.closes_at:
                 return
         version = log.version + 1
-        note = {"is": "commit", "view": self._view, "fragment": fragment, "version": version, "shares": arrived}
+        gone = set(self._haves) - self._members - log.gone
+        shares = [*map(list, arrived), *([rank, GONE] for rank in sorted(gone))]
+        note = {"is": "commit", "view": self._view, "fragment": fragment, "version": version, "shares": shares}
         self._tell(self._others(), note)
-        self._learn(fragment, version, [list(one) for one in arrived])
+        self._learn(fragment, version, shares)
 
     def _arrived(self, fragment: int) -> list[tuple[int, int]]:
         """Rank and number of the shares that no round has merged, in rank order; one of each worker."""
@@ -495,8 +528,7 @@ class Agreement:
             for version, shares in enumerate(commits, first):
                 self._learn(fragment, version, shares)
         self._done |= {int(rank): int(phase) for rank, phase in note["done"]}
-        phase, versions = note["ended"]
-        self._ended = max(self._ended, (phase, versions))
+        self._ended = max(self._ended, End(*note["ended"]))
 
     def _install_view(self, note: Mapping[str, Any]) -> None:
         if note["view"] <= self._view:
@@ -555,6 +587,7 @@ class _Log:
         self.first, self.have, self.sent, self.own_ready = 1, 0, 0, 0
         self.rounds: deque[Round] = deque()  # that the training has not taken
         self.merged: dict[int, int] = {}  # the number of each worker's last share in a commit
+        self.gone: set[int] = set()
         self.first_at: float | None = None  # of the next round: when its first share came, and when it closes
         self.closes_at: float | None = None
         self._commits: deque[list[tuple[int, int]]] = deque()
@@ -571,7 +604,8 @@ class _Log:
     def commit(self, shares: list[tuple[int, int]]) -> None:
         """Append the next version."""
         self._commits.append(shares)
-        self.merged |= dict(shares)
+        self.merged |= {rank: number for rank, number in shares if number != GONE}
+        self.gone |= {rank for rank, number in shares if number == GONE}
         self.first_at = self.closes_at = None
 
     def is_missing(self, rank: int, number: int) -> bool:

@@ -7,14 +7,17 @@
     4. go on      parameters <- anchor + what they changed since the send
 
 A worker's anchor stays where its change was measured from until it merges. Rounds that others commit meanwhile wait, encoded.
+
+Where a sampler assigns blocks of data (`Leases`), a share of the first fragment says from how many blocks it was made. Every
+worker sees the same rounds in the same order, so all assign the same blocks to the same workers, and nobody asks for them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -64,6 +67,33 @@ class Committed(State):
     rule: RuleState = nested(default_factory=lambda: RuleState({}))
 
 
+class Part(NamedTuple):
+    """A worker's part of a committed round.
+
+    Args:
+        blocks: of data that it was made from.
+        wanted: how many the worker wants to have assigned after it.
+        is_merged: whether it counts; else it came too late, or was not finite, or its worker is set aside.
+    """
+
+    blocks: int
+    wanted: int
+    is_merged: bool
+
+
+class Leases(Protocol):
+    """Assigns blocks of data to the workers; all of them call it with the same rounds in the same order."""
+
+    def claim_share(self) -> int:
+        """How many blocks the changes since this worker's last share are made from."""
+
+    def committed(self, parts: Mapping[int, Part], gone: Sequence[int]) -> None:
+        """A round: the parts of its workers, by rank, and the workers that are gone since the one before."""
+
+    def all_met(self, members: Sequence[int], wanted: int) -> None:
+        """All that was sent is committed or dropped. These workers go on, and want so many blocks each at first."""
+
+
 @dataclass
 class Clipped:
     """Changes of a round that are clipped to their median norm.
@@ -101,6 +131,7 @@ class AsynchronousRounds:
         every, delay: H and tau of this worker in its present period.
         committed: see `Committed`.
         on_commit: called with T after each merged round of the first fragment.
+        leases: the blocks of data of the workers, if a sampler assigns them.
         is_synchronized: whether all workers have the same state.
     """
 
@@ -110,10 +141,12 @@ class AsynchronousRounds:
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
         self._fragments, self._places = fragments, {id(fragment): i for i, fragment in enumerate(fragments)}
         self.on_commit: Callable[[int], None] = lambda tokens: None
+        self.leases: Leases | None = None
         self._clock, self._timer, self._step_tokens = clock, StepTimer(), 0
         self._sent: list[list[Tensor]] = [[] for _ in fragments]
         self._taken, self._is_first_period = [0] * len(fragments), True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
+        self._has_drained = False
         most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
         self.agreement = Agreement(quorum, len(fragments), comm, most)
 
@@ -168,7 +201,10 @@ class AsynchronousRounds:
         if is_finite:
             message = self._averager.message(fragment.state, fragment.named_changes(), self._comm)
         self._sent[place] = [p.clone() for p in parts] if is_finite else []
-        fragment.pending_share = self.agreement.send(place, self._taken[place], tokens, message)
+        blocks = (
+            (self.leases.claim_share(), steps_ahead(self.every, self.delay)) if self.leases and not place else (0, 0)
+        )
+        fragment.pending_share = self.agreement.send(place, self._taken[place], tokens, blocks, message)
         self._comm.ledger.record_round(fragment.pending_share.num_bytes)
 
     def merge(self, fragment: Fragment, apply: Callable[[Fragment], bool]) -> bool:
@@ -177,7 +213,8 @@ class AsynchronousRounds:
         assert share is not None
         with self._clock("blocked"):
             share.wait()
-        return self._merge_rounds(fragment, apply)
+        rounds = self.agreement.take(self._places[id(fragment)])
+        return all([self._commit(fragment, one, apply) for one in rounds])
 
     def go_on(self, fragment: Fragment, parts: Sequence[Tensor]) -> None:
         """Phase 4; parameters that were not finite restart at the anchor."""
@@ -187,17 +224,25 @@ class AsynchronousRounds:
             p.copy_(anchor if before is p else anchor + (p.to(anchor.dtype) - before.to(anchor.dtype)))
         self._sent[place] = []
 
-    def finish(self, apply: Callable[[Fragment], bool]) -> None:
-        """Wait until all workers have called it, and merge all rounds."""
-        versions = self.agreement.finish()
-        for fragment, version in zip(self._fragments, versions, strict=True):
-            self._merge_rounds(fragment, apply, version)
-            fragment.tokens = 0
-        self.is_synchronized = True
+    def drain(self, apply: Callable[[Fragment], bool]) -> bool:
+        """Merge the next rounds of others; returns False once all workers call it, and all rounds are merged."""
+        if self._has_drained:
+            return False
+        with self._clock("blocked"):
+            rounds = self.agreement.drain()
+        for fragment, new in zip(self._fragments, rounds, strict=True):
+            for one in new:
+                self._commit(fragment, one, apply)
+        self._has_drained = not any(rounds)
+        return not self._has_drained
 
-    def _merge_rounds(self, fragment: Fragment, apply: Callable[[Fragment], bool], up_to: int | None = None) -> bool:
-        rounds = self.agreement.take(self._places[id(fragment)], up_to)
-        return all([self._commit(fragment, one, apply) for one in rounds])
+    def all_met(self) -> None:
+        """All workers have drained, and begin anew."""
+        self.is_synchronized, self._has_drained = True, False
+        for fragment in self._fragments:
+            fragment.tokens = 0
+        if self.leases:
+            self.leases.all_met(self.agreement.members_at_end, steps_ahead(self._strategy.every, self._strategy.delay))
 
     def _commit(self, fragment: Fragment, one: Round, apply: Callable[[Fragment], bool]) -> bool:
         """Merge the changes of one round, and end the round of this worker's own."""
@@ -223,6 +268,12 @@ class AsynchronousRounds:
         self.committed.rounds += 1
         self._taken[self._places[id(fragment)]] = one.version
         if fragment is self._fragments[0]:
+            if self.leases:
+                parts = {
+                    share.worker: Part(share.blocks, share.wanted, weight > 0)
+                    for share, weight in zip(shares, weights, strict=True)
+                }
+                self.leases.committed(parts, one.gone)
             self.on_commit(fragment.committed_tokens)
         return is_finite
 
@@ -263,3 +314,13 @@ class AsynchronousRounds:
         elif tokens:
             committed.dropped_tokens += tokens
             committed.num_dropped += 1
+
+
+def steps_ahead(every: int, delay: int) -> int:
+    """Blocks that are assigned to a worker before its next round: a quarter more than it takes, for it may get faster.
+
+    Example:
+        >>> steps_ahead(30, 3)
+        41
+    """
+    return -(-5 * every // 4) + delay

@@ -73,7 +73,7 @@ from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
-from .asynchronous import AsynchronousRounds, Committed
+from .asynchronous import AsynchronousRounds, Committed, Leases, steps_ahead
 from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
 from .outer_sgd import OuterSGD
@@ -308,21 +308,13 @@ class LocalUpdates(OwnModelAttachment):
         It merges what is in flight. Fragments that have moved since their last round get a round of their own, without delay.
         Under gossip the exact mean of the anchors follows, dense: 2 (W-1)/W 4n bytes per worker. A new period begins.
         """
-        self._shards.reshard()
-        self._require_own_model("synchronize()")
-        self._live.check()
-        self.settle()
-        self._merge_all()
-        for fragment in self._fragments:
-            if fragment.has_moved:
-                self._begin(fragment, delay=0)
-                self.settle()
-                self._merge(fragment, alpha=0.0)
-        self._begin_period()
+        self.exchange_now()
         if self._asynchronous is not None:
-            self._asynchronous.finish(self._apply)
+            while self._asynchronous.drain(self._apply):
+                pass
             for fragment in self._fragments:
                 self._restart(fragment, alpha=0.0)
+            self._asynchronous.all_met()
             self._asynchronous.resume()
             return
         if not self.averager.gives_one_mean:
@@ -334,6 +326,43 @@ class LocalUpdates(OwnModelAttachment):
                 self._restart(fragment, alpha=0.0)
         buffers = [values_of(b) for b in self._model.buffers()]
         average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
+
+    @torch.no_grad()
+    def exchange_now(self) -> None:
+        """The first part of `synchronize`: all changes so far are merged. With a quorum, a worker may call it alone.
+
+        A worker without data does: it may get blocks of others then, see `ElasticSampler`. A new period begins.
+        """
+        self._shards.reshard()
+        self._require_own_model("synchronize()")
+        self._live.check()
+        self.settle()
+        self._merge_all()
+        for fragment in self._fragments:
+            if fragment.has_moved:
+                self._begin(fragment, delay=0)
+                self.settle()
+                self._merge(fragment, alpha=0.0)
+        self._begin_period()
+
+    @torch.no_grad()
+    def drain(self) -> bool:
+        """With a quorum: this worker has no data left. Wait for the next rounds of the others, and merge them.
+
+        Returns:
+            False once all workers have called it, or `synchronize`. Then call `synchronize`; this worker takes no step before.
+        """
+        require(self._asynchronous is not None, f"{self.call}: only a quorum drains; call synchronize() alone")
+        assert self._asynchronous is not None
+        self.exchange_now()
+        return self._asynchronous.drain(self._apply)
+
+    def assign_blocks(self, leases: Leases) -> None:
+        """With a quorum: let this assign blocks of data to the workers, as `ElasticSampler` does. All workers call it."""
+        require(self._asynchronous is not None, f"{self.call}: only a quorum assigns blocks; leave assign_blocks() out")
+        assert self._asynchronous is not None
+        self._asynchronous.leases = leases
+        leases.all_met(range(self.comm.size), steps_ahead(self.strategy.every, self.strategy.delay))
 
     # ---- what the base asks for ----
 
