@@ -134,7 +134,8 @@ def work(
         handle = tw.attach(model, optimizer, strategies[method], comm=comm)
     if comm is not None and method == "DDP":
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
-    sampler = tw.ElasticSampler(options.batches, handle, options.workers) if method in ("DDP", "synchronous") else None
+    per_step = None if method == "asynchronous" else options.workers
+    sampler = tw.ElasticSampler(options.batches, handle, per_step) if handle is not None else None
 
     def count(name: str, amount: float) -> None:
         shared[rank * len(COUNTS) + COUNTS.index(name)] += amount
@@ -155,25 +156,27 @@ def work(
 
     def merged() -> int:
         """Batches of all workers that rounds have merged."""
-        if sampler is None:
-            return 0 if handle is None else int(handle.committed_tokens)
-        return options.batches if sampler.epoch else sampler.num_assigned - options.workers
+        assert sampler is not None
+        open_blocks = 0 if method == "asynchronous" else options.workers
+        return options.batches if sampler.epoch else sampler.num_assigned - open_blocks
 
     def train() -> None:
         began, steps = time.perf_counter(), 0
-        if handle is None:
+        if sampler is None:
             while time.perf_counter() - began < options.alone_seconds:
                 step(steps := steps + 1)
             return
-        while sampler.num_assigned < options.batches if sampler and comm is None else merged() < options.batches:
-            if sampler is None:
-                step(steps := steps + 1)
-            else:
+        has_steps = comm is None and method != "asynchronous"
+        while sampler.num_assigned < options.batches if has_steps else not sampler.epoch:
+            if method != "asynchronous":
                 began = time.perf_counter()
                 handle.begin_round()
                 count("rounds", time.perf_counter() - began)
                 sampler.per_step = handle.comm.size
-                step(sampler.take()[0].number)
+            if blocks := sampler.take():
+                step(blocks[0].number)
+            else:  # the others have the last ones
+                handle.synchronize()
             shared[rank * len(COUNTS) + COUNTS.index("merged")] = merged()
 
     if comm is None:

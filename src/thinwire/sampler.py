@@ -118,7 +118,9 @@ class ElasticSampler:
         self._comm, self._keeps, self._sends_again = comm, handle.models_differ, strategy.sends_again
         self._is_passive = False
         self._next, self._num_own = 0, 0
-        self._last, self._num_claimed, self._num_meetings = 0, 0, 0  # of a quorum; no place from `_last` on is assigned
+        # With a quorum: no place from `_last` on is assigned; how many of its own blocks this worker has sent; how often all
+        # have met; and how many blocks each wants.
+        self._last, self._num_claimed, self._num_meetings, self._wanted = 0, 0, 0, dict[int, int]()
         self._returned: list[int] = []
         self._leases: dict[int, list[int]] = {}
         self._order: tuple[int, list[int]] = (-1, [])
@@ -242,6 +244,7 @@ class ElasticSampler:
         for rank in gone:
             self._returned += self._leases.pop(rank, [])
         self._returned.sort()
+        self._wanted |= {rank: part.wanted for rank, part in parts.items()}
         # What a worker gave back is for others: if its changes are always dropped, it would have it again for ever.
         merged = {rank for rank, part in parts.items() if part.is_merged}
         self._fill({rank: part.wanted for rank, part in parts.items() if rank not in gone}, merged)
@@ -251,7 +254,7 @@ class ElasticSampler:
 
         Args:
             members: ranks of the workers that go on.
-            wanted: blocks for each at first.
+            wanted: blocks for each that has not said how many it wants.
         """
         self._returned = sorted(place for places in (self._returned, *self._leases.values()) for place in places)
         self._leases, self._num_own, self._num_claimed = {}, 0, 0
@@ -260,7 +263,7 @@ class ElasticSampler:
             members
         )  # else a last block would always go to the same worker, which may be wrong
         self._num_meetings += 1
-        self._fill(dict.fromkeys([*members[first:], *members[:first]], wanted), members)
+        self._fill({rank: self._wanted.get(rank, wanted) for rank in (*members[first:], *members[:first])}, members)
 
     def _fill(self, wanted: Mapping[int, int], again: Collection[int]) -> None:
         """Assign places in turn until each worker has as many as it wants. Those in `again` may get what was given back."""

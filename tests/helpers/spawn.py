@@ -14,6 +14,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import threading
@@ -160,6 +161,9 @@ def _receive(process: Any, connection: Connection) -> Any:
 def _serve(connection: Connection) -> None:
     """The life of a worker: one task after the other, each with a process group of its own."""
     gc.freeze()  # what the server has imported: the collection after each task need not look at it
+    signal.pthread_sigmask(
+        signal.SIG_UNBLOCK, {signal.SIGTERM}
+    )  # `thinwire train` may have started the server, and blocks it
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     environment, random_state = dict(os.environ), torch.get_rng_state()
     with contextlib.suppress(EOFError):

@@ -81,7 +81,7 @@ def check_once(results, num_blocks, epochs):
 def test_every_block_is_committed_once(strategy, num_blocks):
     results = run_threads(3, trained, strategy, num_blocks, 3, [0.001, 0.001, 0.006])
     done = check_once(results, num_blocks, range(3))
-    if num_blocks > 100:
+    if num_blocks > 100 and "Drop" not in strategy:  # a quorum of one drops nearly all that a slow worker does
         assert all(done[rank] for rank in range(3)) and done[2] < done[0]
     taken, committed = sum(len(result[1]) for result in results), results[0][3]
     assert (

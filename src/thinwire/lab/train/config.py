@@ -248,6 +248,10 @@ class RunConfig:
             f"workers of {strategy!r} take unequal numbers of steps, and so have no virtual seconds; leave --network out",
         )
         require(
+            not strategy.counts_commits or (self.split == "even" and not getattr(self.data, "in_order", False)),
+            f"workers of {strategy!r} take blocks of data as fast as they are, in one order; leave split and data.in_order out",
+        )
+        require(
             strategy.suits_elastic or not self.elastic,
             f"{strategy!r} needs a fixed number of workers; leave --elastic out",
         )

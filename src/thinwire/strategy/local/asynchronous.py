@@ -91,7 +91,7 @@ class Leases(Protocol):
         """A round: the parts of its workers, by rank, and the workers that are gone since the one before."""
 
     def all_met(self, members: Sequence[int], wanted: int) -> None:
-        """All that was sent is committed or dropped. These workers go on, and want so many blocks each at first."""
+        """All that was sent is committed or dropped. These workers go on, and want so many blocks at first."""
 
 
 @dataclass

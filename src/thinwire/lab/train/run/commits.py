@@ -1,16 +1,29 @@
-"""The progress of a run with a quorum: its steps are what rounds have merged, in batches of all workers together.
+"""The progress of a run with a quorum: its steps are what rounds have merged, in blocks of all workers together.
 
 Workers take as many steps as they are fast. So rows, tests, checkpoints, learning rates and the end of the run follow the
-examples whose changes are committed. All workers merge the same rounds in the same order, and so do the same after each.
+blocks whose changes are committed. All workers merge the same rounds in the same order, and so do the same after each.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ....strategy import LocalUpdates
-from ..step.steps import Course
+from ..step.blocks import BlockCourse, BlockSteps
+
+
+class Merged(NamedTuple):
+    """A round that this worker has merged.
+
+    Args:
+        done: steps of the run after it.
+        ends_epoch: whether it has committed the last block of an epoch.
+    """
+
+    done: int
+    ends_epoch: bool
 
 
 class Commits:
@@ -18,34 +31,33 @@ class Commits:
 
     Args:
         strategy: with a quorum, after a checkpoint was loaded.
-        done: steps of the run before.
+        blocks: of the run, at the same place.
+        ahead: the course of the run from there.
 
     Attributes:
         row: that was begun last and not written: its start, the sums over the workers under way, and its other values.
     """
 
-    def __init__(self, strategy: LocalUpdates, done: int):
-        self._strategy, self._done, self._examples = strategy, done, strategy.committed_tokens
-        self._merged: list[int] = []
+    def __init__(self, strategy: LocalUpdates, blocks: BlockSteps, ahead: BlockCourse):
+        self._strategy, self._sampler, self._size, self._done = strategy, blocks.sampler, ahead.size, ahead.step
+        begun = ahead.blocks - ahead.step * ahead.size  # of a step that had begun when the run was saved
+        self._before = ahead.blocks - (begun if 0 <= begun < ahead.size else 0)  # else by another number of workers
+        self._merged: deque[int] = deque()
         self.row: tuple[dict[str, Any], Callable[[], dict[str, float]], dict[str, Any]] | None = None
-        strategy.on_commit(self._merged.append)
-
-    @property
-    def own_steps(self) -> int:
-        """Steps that this worker has taken, which is its position in its data."""
-        return self._strategy.num_steps
+        strategy.on_commit(lambda tokens: self._merged.append(self._sampler.num_assigned))
 
     def count(self, examples: int) -> None:
         """This worker's next step is made from so many."""
         self._strategy.count_tokens(examples)
 
-    def merged(self, ahead: Course) -> list[int]:
-        """The steps of the run after each round that was merged since the last call."""
-        rest = self._examples - self._done * ahead.per_step  # of a step that had begun when the run was saved
-        before = self._examples - (rest if 0 <= rest < ahead.per_step else 0)  # else by another number of workers
-        found = [self._done + (examples - before) // ahead.per_step for examples in self._merged]
-        self._merged.clear()
-        return found
+    def next(self, ahead: BlockCourse) -> Merged | None:
+        """The next round that was merged; None if there is no other."""
+        if not self._merged:
+            return None
+        blocks = self._merged.popleft()
+        is_last = blocks >= ahead.epochs * ahead.num_blocks
+        done = ahead.num_steps if is_last else self._done + (blocks - self._before) // self._size
+        return Merged(done, blocks % ahead.num_blocks == 0)
 
     def row_values(self) -> dict[str, float]:
         """The values of a row of metrics about late and dropped changes."""

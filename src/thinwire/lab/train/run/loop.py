@@ -7,9 +7,9 @@
     5. checkpoint        after an epoch, every `checkpoint_every` steps, and when the run stops (`checkpoint.py`)
     6. summary           the test result and the bytes sent
 
-With a quorum, workers take unequal numbers of steps (`commits.py`). A step of the run is then one of all workers together whose
-changes are committed. Rows begin where workers merge the round that completes such a step; no worker waits for the others
-there. All meet at the end of an epoch, at checkpoints and at the end.
+With a quorum, workers take unequal numbers of steps (`commits.py`), each as many blocks of data as it is fast (`blocks.py`). A
+step of the run is then one of all workers together whose changes are committed. Rows begin where workers merge the round that
+completes such a step; no worker waits for the others there. All meet at the end of an epoch, at checkpoints and at the end.
 
 If the folder has a checkpoint, the run continues from the last one: with the same bits as if it had never stopped, or with
 another number of workers. All workers run this code. One of them also shows the progress and writes the files. With a fixed
@@ -26,7 +26,7 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -68,8 +68,6 @@ from .workers import ElasticWorkers, FixedWorkers, Workers
 log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
-
-MANY_EPOCHS = 1 << 31  # a worker with a pace of its own goes through its data until the run ends
 
 
 def run(
@@ -157,18 +155,17 @@ class _Worker:
         loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
         self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
-        if self.strategy.strategy.counts_commits:
-            self.commits = Commits(cast(LocalUpdates, self.strategy), loaded.step)  # no others count them
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
         self.blocks: BlockSteps | None = None
-        if isinstance(workers, ElasticWorkers):
+        if isinstance(workers, ElasticWorkers) or self.strategy.strategy.counts_commits:
             self.blocks = blocks = BlockSteps(config, data, self.strategy)
             if loaded.step:
                 before = course(config, data, loaded.workers, loaded.origin)
                 run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
+        if isinstance(workers, ElasticWorkers):
             self._share_with_joiners(workers.comm)
             workers.comm.load_state_dict(
                 {"rounds": loaded.rounds} | ({"digests": loaded.digests} if loaded.digests else {})
@@ -191,9 +188,11 @@ class _Worker:
                     self.upcoming_step = next(self.upcoming)
                 else:
                     self.upcoming_step = self.blocks.take(state.done, self.workers.comm, self.meter.clock)
+                if self.upcoming_step is None:
+                    stop, is_complete = self._wait_for_others(interruption), state.done >= self.ahead.num_steps
+                    continue
                 if self.upcoming_step.begins_epoch is not None:
-                    if self.commits is None:  # a quorum's codec is constant, and workers begin their epochs apart
-                        self.strategy.set_epoch(self.upcoming_step.begins_epoch)
+                    self.strategy.set_epoch(self.upcoming_step.begins_epoch)
                     self.training.carried = None
             if self._step(self.upcoming_step, interruption):
                 after = self._after_step if self.commits is None else self._after_own_step
@@ -288,42 +287,61 @@ class _Worker:
 
     def _after_own_step(self, step: Step, interruption: Interruption) -> int:
         """Make what is due after each round that this worker has merged; returns the signal that stops the run."""
-        assert self.commits is not None
-        state, ahead, comm = self.state, self.ahead, self.workers.comm
-        assert isinstance(ahead, Course), "a quorum has a fixed number of workers"
-        for done in self.commits.merged(ahead):
-            before, state.done = state.done, done
+        return self._after_rounds(interruption) or 0
+
+    def _after_rounds(self, interruption: Interruption) -> int | None:
+        """As above; None if not all workers have met."""
+        state, comm, (commits, ahead) = self.state, self.workers.comm, self._counted
+        while merged := commits.next(ahead):
+            before, state.done = state.done, merged.done
             every = self.config.checkpoint_every or ahead.num_steps
-            all_meet = done >= ahead.num_steps or done // every > before // every or ahead.ends_epoch(before, done)
-            if not (all_meet or done // self.config.log_every > before // self.config.log_every):
+            is_last = state.done >= ahead.num_steps
+            all_meet = is_last or merged.ends_epoch or state.done // every > before // every
+            if not (all_meet or state.done // self.config.log_every > before // self.config.log_every):
                 continue
             stop = interruption.requested(comm)
             self._end_row()
             if stop or all_meet:
-                self._meet(before)
+                self._meet()
                 return stop
             row = self._row_start()
-            self.commits.row = row, self.meter.begin_row(comm), self._statistics()
-        return 0
+            commits.row = row, self.meter.begin_row(comm), self._statistics()
+        return None
+
+    def _wait_for_others(self, interruption: Interruption) -> int:
+        """No block is left for this worker: merge the rounds of others until all meet. Returns as `_after_own_step`."""
+        while (stop := self._after_rounds(interruption)) is None:
+            if not cast(LocalUpdates, self.strategy).drain():  # blocks of this epoch were given back
+                self._end_row()
+                self._meet()
+                return 0
+        return stop
+
+    @property
+    def _counted(self) -> tuple[Commits, BlockCourse]:
+        assert self.commits is not None and isinstance(self.ahead, BlockCourse), "only with a quorum"
+        return self.commits, self.ahead
 
     def _end_row(self) -> None:
         """Write the row that was begun last, once all workers have reached it."""
-        assert self.commits is not None
-        begun, self.commits.row = self.commits.row, None
+        commits, _ = self._counted
+        begun, commits.row = commits.row, None
         if begun is not None:
             start, sums, statistics = begun
             self._write_row(start | sums() | statistics)
 
-    def _meet(self, before: int) -> None:
-        """Synchronize all workers, test after an epoch that has ended since `before`, and save."""
-        assert self.commits is not None
-        config, state, ahead = self.config, self.state, self.ahead
-        assert isinstance(ahead, Course), "a quorum has a fixed number of workers"
+    def _meet(self) -> None:
+        """Synchronize all workers, test at the end of an epoch, and save."""
+        state, (commits, ahead), blocks = self.state, self._counted, self.blocks
+        assert blocks is not None
         cast(LocalUpdates, self.strategy).synchronize()
-        state.done = [state.done, *self.commits.merged(ahead)][-1]
-        is_last = state.done >= ahead.num_steps
-        ended = ahead.ends_epoch(before, state.done) and round(ahead.passes(state.done)) % config.evaluate_every == 0
-        self._row(ended or is_last, is_last)
+        while merged := commits.next(ahead):
+            state.done = merged.done
+        has_ended, is_last = blocks.epoch_has_ended(), state.done >= ahead.num_steps
+        self.ahead = blocks.course(state.done, ahead.size)
+        is_tested = is_last or (has_ended and round(blocks.passes) % self.config.evaluate_every == 0)
+        if is_tested or state.row.get("step") != state.done:
+            self._row(is_tested, is_last)
         self._save_checkpoint()
 
     # ---- when workers change ----
@@ -334,16 +352,16 @@ class _Worker:
         if self.blocks is not None:
             state.size, self.ahead = comm.size, self.blocks.course(state.done, comm.size)
             self.upcoming_step = self.training.carried = None  # other workers read other texts
+            if self.strategy.strategy.counts_commits:
+                self.commits = Commits(
+                    cast(LocalUpdates, self.strategy), self.blocks, self.ahead
+                )  # no others count them
             return
         if state.done and state.size != comm.size:
             state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
         state.size = comm.size
         self.ahead = course(self.config, self.data, comm.size, state.origin)
-        if self.commits is None:
-            self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
-        else:  # at its own pace, through epochs of its own
-            endless = replace(self.config, epochs=MANY_EPOCHS, max_steps=None)
-            self.upcoming = steps(endless, self.data, comm, self.commits.own_steps, self.meter.clock)
+        self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
         self.upcoming_step = None
 
     def _open(self, done: int) -> None:
@@ -382,8 +400,11 @@ class _Worker:
     def _row(self, is_tested: bool, is_last: bool) -> None:
         """Make a row of metrics."""
         row = self._together(partial(self._collected, is_tested), is_last)
-        if row is not None:
-            self._write_row(row)
+        if row is None:
+            return
+        if not row["examples_per_second"]:  # all batches of a quorum were in the row before
+            row |= {name: value for name, value in self.state.row.items() if name in self.data.metric_names}
+        self._write_row(row)
 
     def _write_row(self, row: dict[str, Any]) -> None:
         self.state.row = row

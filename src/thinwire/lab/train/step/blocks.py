@@ -1,9 +1,12 @@
-"""The steps of an elastic run: every block of an epoch is committed once, while workers come, go and die.
+"""The steps of a run whose data are assigned as it goes: every block of an epoch is committed once, whoever comes and goes.
 
 A block is the batches of one worker's step. An `ElasticSampler` assigns one to each worker of a step, in an order that the
 seed and the epoch choose. The content of a block follows from the seed alone, whichever worker has it. The blocks of a worker
 that dies before its round is committed are assigned again, first. An epoch ends with the step that commits the last of its
 blocks. It has as many blocks as the data fill; the examples that are left over differ from epoch to epoch.
+
+With a quorum, workers take blocks as fast as they are. A step of the run is then one of all workers together: as many committed
+blocks as there are workers.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ class BlockCourse:
 
     Args:
         step: number of steps so far.
-        blocks: assigned so far, since the start of the run, without those that were given back.
+        blocks: assigned so far, since the start of the run, without those that were given back; with a quorum, committed.
         num_blocks: in an epoch.
         size: number of workers.
         epochs: of the run.
@@ -66,7 +69,7 @@ class BlockCourse:
 
 
 class BlockSteps:
-    """Assigns and loads the blocks of one worker of an elastic run; all workers construct it together.
+    """Assigns and loads the blocks of one worker of an elastic run or one with a quorum; all workers construct it together.
 
     Args:
         config, data: of the run.
@@ -85,14 +88,16 @@ class BlockSteps:
             f"a step of one worker has {self._examples} examples, and the data have {data.num_examples}; choose a lower "
             "batch_size or accumulate",
         )
-        per_step = 1  # until `take` knows the workers
+        self._has_quorum = handle.strategy.counts_commits
+        per_step = None if self._has_quorum else 1  # until `take` knows the workers
         self.sampler = ElasticSampler(data.num_examples // self._examples, handle, per_step, seed=config.seed)
         self.weight, self._epoch = 1.0, 0
         self._expected: deque[Block] = deque()
         self._batches: Iterator[Batch] = iter(())
+        self._plan: tuple[int, Any] = (-1, None)  # of an epoch
 
     def load(self, position: dict[str, Any] | None, place: Place) -> None:
-        """Go on from a checkpoint: from the sampler's position, or from the place of a run that was not elastic."""
+        """Go on from a checkpoint: from the sampler's position, or from the place of a run without blocks."""
         num_blocks = self.sampler.num_blocks
         assigned = place.epoch * num_blocks + min(place.examples // self._examples, num_blocks)
         began: dict[str, Any] = {"next": assigned, "returned": [], "leases": {}, "per_step": 1, "own": 0}
@@ -109,8 +114,12 @@ class BlockSteps:
         epoch, blocks = divmod(self.sampler.num_assigned, self.sampler.num_blocks)
         return Place(step, epoch, blocks * self._examples)
 
-    def take(self, step: int, comm: Communicator, clock: Clock) -> Step:
-        """The step after `step` steps, once the workers of its round are known."""
+    def take(self, step: int, comm: Communicator, clock: Clock) -> Step | None:
+        """The step after `step` steps, once the workers of its round are known; None if no block is left for this worker."""
+        if self._has_quorum:
+            blocks = self.sampler.take()
+            with clock("data"):
+                return Step(step + 1, self.passes, None, False, self._load(*blocks)) if blocks else None
         self.sampler.per_step = comm.size
         before, num_blocks = self.sampler.num_assigned, self.sampler.num_blocks
         next_epoch = -(-before // num_blocks)
@@ -121,16 +130,23 @@ class BlockSteps:
             batches = self._load(block)
         return Step(step + 1, self.course(step, comm.size).passes(step), begins, False, batches)
 
+    @property
+    def passes(self) -> float:
+        """Passes over the data so far, with a fraction."""
+        return self.sampler.num_assigned / self.sampler.num_blocks
+
     def epoch_has_ended(self) -> bool:
-        """Whether the last step has committed what was left of an epoch; asked once after each step."""
+        """Whether the last step has committed what was left of an epoch; asked once after each step, or when all have met."""
         before, self._epoch = self._epoch, max(self._epoch, self.sampler.epoch)
         return self._epoch > before
 
     def _load(self, block: Block) -> list[Batch]:
         if not self._expected or self._expected.popleft() != block:  # other workers, or blocks were given back
             self._expected = deque([block, *self.sampler.upcoming(block.epoch)])
-            order = shard(self._data.num_examples, 0, 1, self._config.seed, block.epoch)
-            plan, each = self._data.plan(order, self._config.batch_size), self._config.accumulate
+            if self._plan[0] != block.epoch:
+                order = shard(self._data.num_examples, 0, 1, self._config.seed, block.epoch)
+                self._plan = (block.epoch, self._data.plan(order, self._config.batch_size))
+            plan, each = self._plan[1], self._config.accumulate
             numbers = [each * one.number + i for one in self._expected for i in range(each)]
             self._batches = self._data.batches(plan, self._config.seed, 0, block.epoch, numbers)
             self._expected.popleft()
