@@ -146,7 +146,7 @@ class AsynchronousRounds:
         self._sent: list[list[Tensor]] = [[] for _ in fragments]
         self._taken, self._is_first_period = [0] * len(fragments), True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
-        self._has_drained = False
+        self._has_drained, self._most_ahead = False, steps_ahead(strategy.every, strategy.delay)
         most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
         self.agreement = Agreement(quorum, len(fragments), comm, most)
 
@@ -242,7 +242,12 @@ class AsynchronousRounds:
         for fragment in self._fragments:
             fragment.tokens = 0
         if self.leases:
-            self.leases.all_met(self.agreement.members_at_end, steps_ahead(self._strategy.every, self._strategy.delay))
+            self.leases.all_met(self.agreement.members_at_end, self._most_ahead)
+
+    def assign_blocks(self, leases: Leases) -> None:
+        """Let this assign blocks of data from now on."""
+        self.leases = leases
+        leases.all_met(range(self._comm.size), self._most_ahead)
 
     def _commit(self, fragment: Fragment, one: Round, apply: Callable[[Fragment], bool]) -> bool:
         """Merge the changes of one round, and end the round of this worker's own."""
@@ -270,7 +275,7 @@ class AsynchronousRounds:
         if fragment is self._fragments[0]:
             if self.leases:
                 parts = {
-                    share.worker: Part(share.blocks, share.wanted, weight > 0)
+                    share.worker: Part(share.blocks, min(share.wanted, self._most_ahead), weight > 0)
                     for share, weight in zip(shares, weights, strict=True)
                 }
                 self.leases.committed(parts, one.gone)

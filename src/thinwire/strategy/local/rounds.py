@@ -73,7 +73,7 @@ from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
 from ..model.own_gradients import OwnGradients
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
-from .asynchronous import AsynchronousRounds, Committed, Leases, steps_ahead
+from .asynchronous import AsynchronousRounds, Committed, Leases
 from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
 from .outer_sgd import OuterSGD
@@ -361,8 +361,7 @@ class LocalUpdates(OwnModelAttachment):
         """With a quorum: let this assign blocks of data to the workers, as `ElasticSampler` does. All workers call it."""
         require(self._asynchronous is not None, f"{self.call}: only a quorum assigns blocks; leave assign_blocks() out")
         assert self._asynchronous is not None
-        self._asynchronous.leases = leases
-        leases.all_met(range(self.comm.size), steps_ahead(self.strategy.every, self.strategy.delay))
+        self._asynchronous.assign_blocks(leases)
 
     # ---- what the base asks for ----
 
