@@ -259,9 +259,8 @@ class ElasticSampler:
         self._returned = sorted(place for places in (self._returned, *self._leases.values()) for place in places)
         self._leases, self._num_own, self._num_claimed = {}, 0, 0
         self._last = (min([self._next, *self._returned]) // self.num_blocks + 1) * self.num_blocks
-        first = self._num_meetings % len(
-            members
-        )  # else a last block would always go to the same worker, which may be wrong
+        # Else a last block would always go to the same worker, which may be set aside.
+        first = self._num_meetings % len(members)
         self._num_meetings += 1
         self._fill({rank: self._wanted.get(rank, wanted) for rank in (*members[first:], *members[:first])}, members)
 

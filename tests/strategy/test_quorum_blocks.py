@@ -141,6 +141,25 @@ def test_the_blocks_of_a_worker_whose_changes_never_count_are_taken_by_others():
     assert done[0] == 0 and done[1] and done[2]
 
 
+def greedy(comm):
+    """Rank 1 wants all blocks, and says that it has done more than it has."""
+    course, most = Course(comm, "Local(Mean(), every=2, quorum=Quorum(stale=PlainWeights()))", 60), []
+    agreement = course.handle._asynchronous.agreement
+    send = agreement.send
+    if comm.rank == 1:
+        agreement.send = lambda fragment, base, tokens, blocks, message: send(
+            fragment, base, tokens, (blocks[0] and 10**6, 10**6), message
+        )
+    course.train(1, lambda: most.append(len(course.sampler._leases[1])))
+    return course.result(), max(most)
+
+
+def test_a_greedy_worker_gets_no_more_than_a_period_needs():
+    results, most = zip(*run_threads(3, greedy), strict=True)
+    done = check_once(results, 60, [0])
+    assert max(most) <= 3 and done[0] and done[2]  # of two steps, and a quarter more
+
+
 def killed(comm, victim, at):
     course = Course(comm, ALL, 60)
 

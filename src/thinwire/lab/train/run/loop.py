@@ -353,9 +353,7 @@ class _Worker:
             state.size, self.ahead = comm.size, self.blocks.course(state.done, comm.size)
             self.upcoming_step = self.training.carried = None  # other workers read other texts
             if self.strategy.strategy.counts_commits:
-                self.commits = Commits(
-                    cast(LocalUpdates, self.strategy), self.blocks, self.ahead
-                )  # no others count them
+                self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
             return
         if state.done and state.size != comm.size:
             state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
