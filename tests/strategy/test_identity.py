@@ -9,6 +9,7 @@ from helpers.spawn import spawn
 from torch import nn
 
 import thinwire as tw
+from thinwire.strategy.identity import CHOICES
 
 MEAN = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback())
 
@@ -93,6 +94,26 @@ def test_another_configurations_state_is_refused(averager, model, message):
         assert "\n" not in str(caught.value)
 
     tw.LocalWorld(1).run(worker)
+
+
+@pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
+@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Muon], ids=lambda kind: kind.__name__)
+def test_a_run_of_the_default_goes_on_with_more_or_fewer_workers(before, after, optimizer):
+    """One worker's default is another averager than that of several."""
+
+    def run(comm, saved=None):
+        model = nn.Linear(4, 2, bias=False)
+        with tw.attach(model, optimizer(model.parameters(), lr=0.1), comm=comm) as handle:
+            if saved is not None:
+                handle.load_state_dict(saved)
+            model(torch.ones(1, 4)).sum().backward()
+            return handle.state_dict()
+
+    saved = {key: state for one in tw.LocalWorld(before).run(run) for key, state in one.items()}
+    loaded = tw.LocalWorld(after).run(lambda comm: run(comm, saved))
+    assert [state[f"rank{rank}"]["progress"]["step"] for rank, state in enumerate(loaded)] == [2] * after
+    for state in (saved, loaded[0]):
+        assert state["rank0"]["identity"]["averager"] in CHOICES
 
 
 def checkpointed_worker(comm, folder):
