@@ -261,6 +261,19 @@ def test_the_size_of_ddps_buckets_is_ddps():
     spawn(1, ddp_bucket_bytes_worker)
 
 
+def attached_again_worker(comm):
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    tw.compress_gradients(ddp, SPARSE).detach()
+    with pytest.raises(ValueError, match="has a communication hook already.*wrap the module in DDP anew"):
+        tw.compress_gradients(ddp, SPARSE)
+    with tw.compress_gradients(DistributedDataParallel(ddp.module), SPARSE) as handle:
+        assert handle.ledger.bytes_sent == 0
+
+
+def test_a_ddp_that_was_attached_before_is_refused():
+    spawn(1, attached_again_worker)
+
+
 def hook_worker(comm):
     model = nn.Linear(2, 2)
     state, _ = tw.strategy.gradient_hook(model, SPARSE)

@@ -193,7 +193,13 @@ class GradientCompression(AveragerAttachment):
         )
         with self._attaching(ddp.process_group) as comm:
             self._begin(comm)
-            ddp.register_comm_hook(self, ddp_hook)
+            try:
+                ddp.register_comm_hook(self, ddp_hook)
+            except RuntimeError as error:  # PyTorch takes one hook, for good
+                raise ValueError(
+                    f"{self.call}: this DistributedDataParallel has a communication hook already, your own or that of a "
+                    "strategy that was detached; wrap the module in DDP anew"
+                ) from error
 
     def _attach_plain(self) -> None:
         with self._attaching() as comm:
