@@ -154,6 +154,14 @@ def test_the_choice_follows_the_optimizer_and_sends_a_third_of_dense_gradients_o
         (tw.Mean(tw.TopK(0.1), EF), torch.optim.SGD, []),
         (tw.Mean(tw.QSGD(bits=4)), torch.optim.AdamW, []),
         (tw.Mean(), torch.optim.AdamW, []),
+        (
+            tw.Mean(tw.QSGD(bits=4)),
+            tw.strategy.MuonAdamW,
+            [
+                "MuonAdamW trains language models worse by QSGD(bits=4) than by dense gradients; Mean(QSGD(bits=8), exchange="
+            ],
+        ),
+        (tw.Mean(tw.QSGD(bits=8), exchange="scatter_reduce"), tw.strategy.MuonAdamW, []),
         (tw.Mean(tw.Cast()), torch.optim.SGD, []),
         (
             tw.Mean(tw.RandomK(0.1, shared=True)),

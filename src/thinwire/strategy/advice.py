@@ -10,6 +10,8 @@ import torch
 
 from ..algorithm import Algorithm
 from ..average.base import Averager
+from ..average.mean.mean import Mean
+from ..codec import QSGD
 from ..comm import Communicator
 from ..schedule import Schedule
 from .model.optimizer_step import unwrapped
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
     from .base import Attachment
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+FOR_MUON = Mean(QSGD(bits=8), exchange="scatter_reduce")
+"""Muon sets all singular values of an update to one, so it enlarges the noise in the small ones; see docs/first-lines.md."""
 STEPS_WITHOUT_EPOCH = 50  # who sets the epoch where it begins has done so long before
 
 
@@ -46,13 +50,27 @@ def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.
         >>> advice_on_optimizer(tw.Gradients(tw.sparse(warmup_steps=0)), adam)[0].partition(";")[2]
         ' Mean(QSGD(bits=4)) suits it'
     """
-    if not (strategy.rhythm.in_backward and isinstance(optimizer, _ADAM)):
+    if not strategy.rhythm.in_backward:
+        return []
+    if is_muon(optimizer):
+        return [
+            f"{type(optimizer).__name__} trains language models worse by {part} than by dense gradients; "
+            f"{FOR_MUON!r} suits it"
+            for part in strategy.walk()
+            if isinstance(part, QSGD) and isinstance(part.bits, int) and part.bits < 8
+        ]
+    if not isinstance(optimizer, _ADAM):
         return []
     return [
         f"{type(optimizer).__name__} trains worse by {part} than by dense gradients; Mean(QSGD(bits=4)) suits it"
         for part in strategy.walk()
         if isinstance(part, Averager) and not part.suits_adam
     ]
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether it is a Muon, of any library: it or a class that it derives from has "Muon" in its name."""
+    return any("Muon" in cls.__name__ for cls in type(unwrapped(optimizer)).__mro__)
 
 
 def follows_epochs(algorithm: Algorithm) -> bool:

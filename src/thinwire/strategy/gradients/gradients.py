@@ -18,9 +18,8 @@ from ...codec import QSGD
 from ...comm import Communicator, Group
 from ...comm.process_group import num_ranks
 from ...options import require_integer
-from ..advice import log_choice
+from ..advice import FOR_MUON, is_muon, log_choice
 from ..model.ddp import refuse_ddp, wrapped_ddp
-from ..model.optimizer_step import unwrapped
 from ..strategy import Averaging, Rhythm, Runtime
 from .compression import GradientCompression, ddp_hook
 
@@ -37,13 +36,12 @@ def default_averager(workers: int | None, optimizer: torch.optim.Optimizer | Non
     """What averages the gradients of a user who names no averager: unbiased, without memory, at least 3 times fewer bytes.
 
     A single worker sends nothing: it stays dense, as compression would cost it time and accuracy for nothing.
-    4 bits reach dense training under SGD and AdamW. Muon sets all singular values of an update to one, so it enlarges the noise
-    in the small ones; it gets 8 bits, by the exchange whose bytes do not grow with the number of workers. docs/first-lines.md
-    has what both reached, and why the line does not count.
+    4 bits reach dense training under SGD and AdamW. Muon gets 8 bits, by the exchange whose bytes do not grow with the number
+    of workers. docs/first-lines.md has what both reached, and why the line does not count.
 
     Args:
         workers: their number; None where they come and go.
-        optimizer: what steps on the gradients, where that is known. Every class with "Muon" in its name counts as Muon.
+        optimizer: what steps on the gradients, where that is known.
 
     Example:
         >>> import torch
@@ -55,8 +53,8 @@ def default_averager(workers: int | None, optimizer: torch.optim.Optimizer | Non
     """
     if workers == 1:
         return Mean()
-    if optimizer is not None and any("Muon" in cls.__name__ for cls in type(unwrapped(optimizer)).__mro__):
-        return Mean(QSGD(bits=8), exchange="scatter_reduce")
+    if optimizer is not None and is_muon(optimizer):
+        return FOR_MUON
     return Mean(QSGD(bits=4))
 
 
