@@ -61,6 +61,10 @@ def test_accuracies_are_those_of_the_optimizer(capsys):
     assert re.search(r"DDP, bfloat16 .* not measured under adam, only under sgd", adam)
     assert re.search(r"4 bits, scatter_reduce .* not measured alone; encodes twice", adam)  # true with any optimizer
     assert re.search(r"4 bits, all_gather is [3-4]\.\d times as fast", " ".join(adam.split()))  # the fastest near dense
+    assert main(["plan", *slow, "--optimizer", "muon"]) == 0
+    muon = " ".join(capsys.readouterr().out.split())
+    assert re.search(r"8 bits, scatter_reduce is 3\.\d times as fast as DDP, float32", muon)  # the default under Muon
+    assert re.search(r"4 bits, all_gather .{,60} loss \+4 % to dense", muon)
     assert "SGD, not Adam" in " ".join(any_of_them.split())
     assert main(["plan", "--optimizer", "lion"]) == 2
     assert "lion" in capsys.readouterr().err
