@@ -25,7 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guide"
+ROOT = Path(__file__).parents[1]
+GUIDE = ROOT / "docs" / "guide"
 
 
 def python_of(page: str) -> list[Block]:
@@ -212,3 +213,16 @@ def test_the_site_links_the_repository_without_credentials():
     assert (
         web_address("/home/me/thinwire") is None and web_address("../thinwire.git") is None and web_address("") is None
     )
+
+
+NAMED = re.compile(r"(?<![\w/.-])(?:benchmarks|docs|examples|native|scripts|src|tests)/[\w/@-]+(?:\.\w+)+")
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.name
+)
+def test_files_of_the_repository_that_a_page_names_are_there(page):
+    names = NAMED.findall(page.read_text(encoding="utf-8"))
+    if page.name == "new-method.md":  # names files of the package that it makes
+        names = [name for name in names if not name.startswith(("src/nearest_levels/", "tests/test_codec.py"))]
+    assert [name for name in names if not (ROOT / name).exists()] == []
