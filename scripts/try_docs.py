@@ -5,10 +5,10 @@
     python scripts/try_docs.py --folder DIR [PAGE ...]       in the clone of an earlier call, whose environment is ready
 
 The README's `make demo` makes the virtual environment. Commands run in the clone, in order; those that follow a command of
-the same page find its files. `HERE` makes commands for several hosts fit this machine, and `SHELLS` runs together what a page
-starts in several shells. Python that takes a model for known gets one. Lines of `text` after commands must be among the
-printed ones, in order; numbers may differ by a quarter. Each block is reported: it ran, differs, failed, or why it was not
-run here. The exit code is 1 if one differs or failed.
+the same page find its files, and a `cd` holds for them. `HERE` makes commands for several hosts fit this machine, and
+`SHELLS` runs together what a page starts in several shells. Python that takes a model for known gets one. Lines of `text`
+after commands must be among the printed ones, in order; numbers may differ by a quarter. Each block is reported: it ran,
+differs, failed, or why it was not run here. The exit code is 1 if one differs or failed.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ class Page:
     """
 
     def __init__(self, page: str, clone: Path):
-        self.page, self.clone = page, clone
+        self.page, self.clone, self.folder = page, clone, clone
         bin = clone / ".venv" / "bin"
         self.environment = os.environ | {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         self.environment |= {"VIRTUAL_ENV": str(bin.parent), "COLUMNS": "120", "GLOO_SOCKET_IFNAME": "lo"}
@@ -188,6 +188,9 @@ class Page:
                     return self.report(line, "not run", text, "ran above, with the others of its run")
                 self.together.add(pattern)
                 return self.shell(script, line)
+        if inside := re.fullmatch(r"cd ([\w-]+)", text):
+            self.folder = self.folder / inside[1]  # also for the commands that follow
+            return self.report(line, "ran" if self.folder.is_dir() else "FAILED", text)
         here = text
         for pattern, instead in HERE:
             here = re.sub(pattern, instead, here)
@@ -200,7 +203,7 @@ class Page:
         command = with_newest_run(text, self.clone)
         began, serves = time.monotonic(), re.search(SERVES, text)
         process = subprocess.Popen(
-            ["bash", "-c", command], cwd=self.clone, env=self.environment, text=True, start_new_session=True,
+            ["bash", "-c", command], cwd=self.folder, env=self.environment, text=True, start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip
         try:

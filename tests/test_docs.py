@@ -226,3 +226,10 @@ def test_files_of_the_repository_that_a_page_names_are_there(page):
     if page.name == "new-method.md":  # names files of the package that it makes
         names = [name for name in names if not name.startswith(("src/nearest_levels/", "tests/test_codec.py"))]
     assert [name for name in names if not (ROOT / name).exists()] == []
+
+
+def test_the_script_that_follows_pages_goes_into_folders(tmp_path):
+    (tmp_path / "page.md").write_text("```sh\nmkdir inner\ncd inner\ntouch here\n```\n\n```sh\ntouch still-here\n```\n")
+    follows = runpy.run_path(str(ROOT / "scripts" / "try_docs.py"))["Page"]
+    assert follows("page.md", tmp_path).follow() == 0
+    assert sorted(file.name for file in (tmp_path / "inner").iterdir()) == ["here", "still-here"]
