@@ -11,7 +11,8 @@ together. A fault is *survived* if
     1. all other workers commit a round within `--limit` seconds,
     2. workers that have committed the same round hold the same bits (averagers with one mean),
     3. no worker goes back to a round that it has committed,
-    4. the victim comes back, and all workers commit together.
+    4. the victim comes back, and all workers commit together,
+    5. no block of data is committed twice, and of an epoch that has ended none is left out.
 
 The same seed gives the same faults; which message of a phase they hit depends on timing. `--scale` runs 4 -> 2 -> 6 workers.
 With THINWIRE_CREDENTIALS=FOLDER, all of it goes over TLS.
@@ -31,7 +32,7 @@ import statistics
 import sys
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -40,7 +41,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_train import train
-from chaos_worker import IN_DDP, IN_SHARDS, Fault, enter, strategy_of, worker
+from chaos_worker import IN_DDP, IN_SHARDS, NUM_BLOCKS, Fault, enter, strategy_of, worker
 from netlab import INTERFACE, Lab
 
 import thinwire as tw
@@ -126,6 +127,8 @@ class Run:
         self.processes: dict[int, Any] = {}
         self.pipes: dict[int, Connection] = {}
         self.events: dict[int, list[tuple[str, float, dict[str, Any]]]] = defaultdict(list)
+        self.blocks: dict[int, set[tuple[tuple[int, int], ...]]] = defaultdict(set)  # of a round, as workers tell them
+        self.epoch = 0
         self.host = "127.0.0.1" if lab is None else lab.address(WORKERS + 1)
         self.port = 0
         self.serve()
@@ -163,9 +166,14 @@ class Run:
         for pipe in wait(list(self.pipes.values()), seconds):
             number = next(number for number, known in self.pipes.items() if known is pipe)
             try:
-                self.events[number].append(pipe.recv())  # type: ignore[union-attr]
+                event = pipe.recv()  # type: ignore[union-attr]
             except (EOFError, OSError):
                 self.kill(number)
+                continue
+            self.events[number].append(event)
+            if event[0] == "commit":
+                self.blocks[event[2]["round"]].add(tuple(map(tuple, event[2]["blocks"])))
+                self.epoch = max(self.epoch, event[2]["epoch"])
 
     def wait_until(self, condition: Callable[[], bool], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -201,6 +209,16 @@ class Run:
             if any(b <= a for a, b in zip(rounds, rounds[1:], strict=False)):
                 return f"worker {number} has lost rounds"
         return ""
+
+    def uncounted(self) -> str:
+        """The first round whose workers disagree about its blocks, or block that was not committed once."""
+        disputed = sorted(number for number, told in self.blocks.items() if len(told) > 1)
+        if disputed:
+            return f"workers disagree about the blocks of round {disputed[0]}"
+        counts = Counter(block for told in self.blocks.values() for blocks in told for block in blocks)
+        ended = {(epoch, number): 0 for epoch in range(self.epoch) for number in range(NUM_BLOCKS)}
+        wrong = next((block for block, number in sorted((ended | counts).items()) if number != 1), None)
+        return "" if wrong is None else f"block {wrong} was committed {counts[wrong]} times"
 
 
 def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outcome:
@@ -266,7 +284,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     failure = restored(run, fault, everyone, at)
     lost = [entry[2] for n in survivors for _, f in run.commits(n, at) for entry in f["lost"] if entry[1] == victim]
     norm = max((value for value in lost if value is not None), default=None)
-    failure = failure or run.differing(at) or run.going_back()
+    failure = failure or run.differing(at) or run.going_back() or run.uncounted()
     return Outcome(configuration, fault, min(told, default=None), committed, norm, failure)
 
 

@@ -33,6 +33,7 @@ from thinwire.strategy import strategy as declared
 from thinwire.strategy.model.shards import local
 
 PERIOD = 10  # rounds between two checkpoints
+NUM_BLOCKS, BLOCKS_PER_STEP = 50, 4  # of an epoch of the data, and of a step
 ROUND_SECONDS = 0.05  # of computation, so that faults hit rounds and not the pauses between them
 FORM_SECONDS = 0.01  # within which a fault happens while workers agree on a quorum and connect
 TIMEOUT_SECONDS = 6.0  # a worker may be silent so long
@@ -94,11 +95,13 @@ def worker(
     handle: Any = tw.attach(model, optimizer, parsed, comm=comm, seed=seed)
     if not parsed.models_differ:
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+    sampler = tw.ElasticSampler(NUM_BLOCKS, handle, BLOCKS_PER_STEP)
     order = _Order(pipe, comm, other)
     losses = 0
     while True:
         order.receive()
         order.reached_in("form", handle.begin_round)
+        sampler.take()
         before = comm.counts.committed
         generator = torch.Generator().manual_seed(1000 * before + comm.rank + 500 * process)
         x = torch.randn(16, 20, generator=generator)
@@ -119,6 +122,7 @@ def worker(
         losses += len(lost)
         facts = {"round": comm.counts.committed, "size": comm.size, "digest": digest, "lost": lost}
         facts["loss"] = loss.item()
+        facts |= {"epoch": sampler.epoch, "blocks": sorted(b for some in sampler.last_committed.values() for b in some)}
         if not process:
             pipe.send(("commit", time.monotonic(), facts))
         if comm.counts.committed % PERIOD == 0 and not comm.in_round:  # else it was healed by those that checkpointed
