@@ -89,6 +89,15 @@ def described(rounds):
     return [(r.version, [(s.worker, s.number, s.message.tolist()) for s in r.shares]) for r in rounds]
 
 
+def check_gone(rounds, dead):
+    """Each dead worker is gone in one round at most, and no share of it comes after that."""
+    gone = [rank for r in rounds for rank in r.gone]
+    assert len(set(gone)) == len(gone) and set(gone) <= dead
+    for rank in gone:
+        since = next(r.version for r in rounds if rank in r.gone)
+        assert not any(share.worker == rank for r in rounds if r.version > since for share in r.shares)
+
+
 def run(seed, kills, monkeypatch, size=5, num_fragments=2):
     """Workers send and wait at random, and `kills` of them die at random moments; returns the network when all is quiet."""
     quorum = Quorum(workers=1 + seed % size, grace=0.0, patience_seconds=1e6)
@@ -106,7 +115,7 @@ def run(seed, kills, monkeypatch, size=5, num_fragments=2):
         if moment < 300 and rank not in net.dead and is_free:
             base = len(net.taken[rank][fragment])
             message = torch.tensor([rank, number % 256], dtype=torch.uint8)
-            pending[rank, fragment] = net.workers[rank].send(fragment, base, 1, message)
+            pending[rank, fragment] = net.workers[rank].send(fragment, base, 1, (1, 1), message)
             sent[rank][fragment] += 1
             net.take(rank)
         for _ in range(net.random.randint(0, 6)):
@@ -129,6 +138,9 @@ def test_all_that_live_merge_the_same_shares_in_the_same_rounds(seed, kills, mon
         for fragment in range(2):
             logs = [described(net.taken[rank][fragment]) for rank in alive]
             assert all(log == logs[0] for log in logs)
+            gone = [[r.gone for r in net.taken[rank][fragment]] for rank in alive]
+            assert all(one == gone[0] for one in gone)
+            check_gone(net.taken[alive[0]][fragment], net.dead)
             assert [version for version, _ in logs[0]] == list(range(1, len(logs[0]) + 1))
             merged = [(worker, number) for _, shares in logs[0] for worker, number, _ in shares]
             assert len(set(merged)) == len(merged), "a share was merged twice"
@@ -174,7 +186,7 @@ def test_a_phase_ends_when_all_that_are_left_are_done(monkeypatch):
     net.kill(0)  # the leader, before it says that the phase ends
     while net.deliver():
         pass
-    assert [net.workers[rank]._ended[0] for rank in (1, 2)] == [1, 1]
+    assert [net.workers[rank]._ended.phase for rank in (1, 2)] == [1, 1]
     net.close()
 
 
@@ -183,15 +195,17 @@ def test_a_phase_ends_when_all_that_are_left_are_done(monkeypatch):
     [
         (agreement.Kind.NOTE, b"[" * 100_000),
         (agreement.Kind.NOTE, b"{}"),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1], "speed": 1, "have": [0, 0]}')),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1], "speed": 1, "have": []}')),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, 0, 0], "speed": 1, "have": []}')),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, -1, 0], "speed": 1, "have": [0, 0]}')),
+        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 0, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
         (agreement.Kind.SHARE, b"\xff" * 8),
     ],
 )
 def test_a_worker_whose_words_cannot_be_read_is_lost_and_the_others_go_on(kind, said, monkeypatch, caplog):
     net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
     for rank in range(4):
-        net.workers[rank].send(0, 0, 1, torch.tensor([rank], dtype=torch.uint8))
+        net.workers[rank].send(0, 0, 1, (0, 0), torch.tensor([rank], dtype=torch.uint8))
     net.queues[4, 1].append(Message(4, kind, torch.frombuffer(bytearray(said), dtype=torch.uint8)))
     while net.deliver():
         pass
@@ -209,11 +223,11 @@ def test_a_worker_that_sends_the_share_of_another_one_is_lost_and_the_others_mer
 ):
     """Whether the forged share comes before the true one, or after it."""
     net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
-    forged = net.workers[4]._packed(agreement.Share(2, 0, 1, 0, 1, torch.tensor([99], dtype=torch.uint8)))
+    forged = net.workers[4]._packed(agreement.Share(2, 0, 1, 0, 1, 0, 0, torch.tensor([99], dtype=torch.uint8)))
     if is_first:
         net.handlers[1][0](Message(4, agreement.Kind.SHARE, forged))
     for rank in range(4):
-        net.workers[rank].send(0, 0, 1, torch.tensor([rank], dtype=torch.uint8))
+        net.workers[rank].send(0, 0, 1, (0, 0), torch.tensor([rank], dtype=torch.uint8))
     if not is_first:
         while net.deliver():
             pass
@@ -230,8 +244,8 @@ def test_a_worker_that_sends_the_share_of_another_one_is_lost_and_the_others_mer
 
 def test_only_the_leader_ends_a_phase(monkeypatch):
     net = Network(3, 1, Quorum(), 0, monkeypatch)
-    note = b'{"is": "end", "phase": 9, "versions": [9]}'
+    note = b'{"is": "end", "end": [9, [9], [0, 1, 2]]}'
     for source in (2, 0):
         net.handlers[1][0](Message(source, agreement.Kind.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
-        assert net.workers[1]._ended[0] == (9 if source == 0 else 0)
+        assert net.workers[1]._ended.phase == (9 if source == 0 else 0)
     net.close()
