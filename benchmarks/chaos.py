@@ -171,7 +171,7 @@ class Run:
                 self.kill(number)
                 continue
             self.events[number].append(event)
-            if event[0] == "commit":
+            if event[0] == "commit" and event[2]["blocks"]:  # else it was healed, and did not see the round
                 self.blocks[event[2]["round"]].add(tuple(map(tuple, event[2]["blocks"])))
                 self.epoch = max(self.epoch, event[2]["epoch"])
 
@@ -214,7 +214,7 @@ class Run:
         """The first round whose workers disagree about its blocks, or block that was not committed once."""
         disputed = sorted(number for number, told in self.blocks.items() if len(told) > 1)
         if disputed:
-            return f"workers disagree about the blocks of round {disputed[0]}"
+            return f"workers disagree about the blocks of round {disputed[0]}: {sorted(self.blocks[disputed[0]])}"
         counts = Counter(block for told in self.blocks.values() for blocks in told for block in blocks)
         ended = {(epoch, number): 0 for epoch in range(self.epoch) for number in range(NUM_BLOCKS)}
         wrong = next((block for block, number in sorted((ended | counts).items()) if number != 1), None)

@@ -114,6 +114,17 @@ def test_random_rounds_commit_every_block_once(keeps, seed, monkeypatch):
     assert max(committed.values()) == 1
 
 
+def test_a_worker_that_is_healed_does_not_know_the_blocks_of_the_last_round(monkeypatch):
+    """It has missed that round; its own last one is an older one."""
+    rounds = Rounds(False, 0, monkeypatch)
+    while not rounds.round():
+        pass
+    healed, other = list(rounds.living.values())[:2]
+    assert healed.last_committed
+    healed._join(json.loads(json.dumps(other.state_dict())))
+    assert healed.last_committed == {}
+
+
 @pytest.mark.parametrize("strategy", ["Gradients(Mean())", "Local(Mean(), every=3)"])
 def test_every_block_is_committed_once_though_workers_are_killed(strategy, tmp_path, monkeypatch):
     """The weights say it too: each block moves one of them, by a step of its own."""

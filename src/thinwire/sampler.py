@@ -76,7 +76,8 @@ class ElasticSampler:
             the mean over workers is that over all blocks of the step; where workers have models of their own, 1. It is 0 for a
             worker whose blocks count for another one: there are fewer blocks than workers, or it joins `Local` while the others
             exchange what they have done.
-        last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers.
+        last_committed: the blocks of the last round that was committed, by the number (elastic) or rank of their workers. Empty
+            after this worker was healed, until the next one.
 
     Raises:
         ValueError: a number out of range, no `per_step` where workers come and go, one with a quorum, or a strategy without
@@ -324,6 +325,7 @@ class ElasticSampler:
             f"ElasticSampler: an impossible position in the data: {saved}",
         )
         self._next, self._returned, self._leases = saved["next"], sorted(saved["returned"]), leases
+        self.last_committed = {}
         self.per_step, self._num_own = saved["per_step"], 0
         self._is_passive = self._sends_again and any(leases.values())  # the others exchange now, and assign no more
 
