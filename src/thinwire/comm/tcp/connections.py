@@ -30,7 +30,7 @@ from ..addresses import is_contact, name_of, oldest_of_busiest
 from ..handle import CommunicationError
 from ..tls import relay
 from .handshake import HUNG_UP, Greeting, introduce, proof
-from .identity import Identity
+from .identity import WorkerIdentity
 
 if TYPE_CHECKING:
     from ..tls.credentials import Credentials
@@ -123,7 +123,7 @@ class Connections:
         timeout_seconds: float,
         place: Place,
     ):
-        self.identity = None if place.credentials is None else Identity(place.credentials)
+        self.identity = None if place.credentials is None else WorkerIdentity(place.credentials)
         self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
         seen_as = "" if place.relay is None else self._seen_by(place.relay)
         self._relay = place.relay
@@ -134,7 +134,7 @@ class Connections:
         self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")
         self._closed = threading.Event()
         self._wanted = dict.fromkeys(self._peers, 0)
-        self._at_relay: set[socket.socket] = set()  # connections that wait there
+        self._attendances: list[relay.Attendance] = []
         self._mending: set[int] = set()
         self._lost: set[int] = set()
         self._lock = threading.Lock()
@@ -167,7 +167,8 @@ class Connections:
                 self._wanted[peer] = NEAR_CONNECTIONS
                 self._mend_soon(peer)
             elif self._is_relayed(peer):
-                self._start(self._wait_at_relay, peer)
+                at, token = self._at_relay(peer)
+                self._attendances.append(relay.Attendance(at, token, CONNECT_SECONDS, self._greet_soon))
 
     def _reaches(self, peer: int) -> bool:
         return self._contacts[peer].is_reached_by(self._contacts[self._rank])
@@ -199,9 +200,10 @@ class Connections:
 
     def _hang_up(self) -> None:
         self._closed.set()
-        for connection in (self._listener, *list(self._at_relay)):
-            with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes the threads that listen, and refuses connections
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens, and refuses connections
+        for attendance in self._attendances:
+            attendance.close()
 
     def _start(self, call: Callable[..., None], *arguments: int) -> None:
         name = f"thinwire-{call.__name__.strip('_')}"
@@ -287,33 +289,13 @@ class Connections:
 
     # ---- at the relay ----
 
-    def _token(self, peer: int) -> bytes:
-        """What this pair of workers shows to the relay."""
-        return proof(self._secret, b"relay", max(peer, self._rank), min(peer, self._rank), b"")
+    def _at_relay(self, peer: int) -> tuple[tuple[str, int], bytes]:
+        """The relay, and what this pair of workers shows to it."""
+        assert self._relay is not None
+        return self._relay, proof(self._secret, b"relay", max(peer, self._rank), min(peer, self._rank), b"")
 
-    def _wait_at_relay(self, peer: int) -> None:
-        """Keep one connection waiting there for a peer that connects."""
-        pause = FIRST_PAUSE
-        while not self._closed.is_set():
-            connection = None
-            try:
-                assert self._relay is not None
-                connection = relay.reach(self._relay, relay.WAIT, self._token(peer), CONNECT_SECONDS)
-                self._at_relay.add(connection)
-                if not self._closed.is_set():
-                    relay.await_other(connection, None)
-                    threading.Thread(
-                        target=self._greet_at_relay, args=(connection,), name="thinwire-greet", daemon=True
-                    ).start()
-                    connection, pause = None, FIRST_PAUSE
-            except OSError as error:
-                log.debug("rank %d: %s", self._rank, error)
-                self._closed.wait(pause)
-                pause = min(2 * pause, LONGEST_PAUSE)
-            finally:
-                if connection is not None:
-                    self._at_relay.discard(connection)
-                    connection.close()
+    def _greet_soon(self, connection: socket.socket) -> None:
+        threading.Thread(target=self._greet_at_relay, args=(connection,), name="thinwire-greet", daemon=True).start()
 
     def _greet_at_relay(self, connection: socket.socket) -> None:
         """As `_accept` does, with one that the relay has joined with this worker."""
@@ -333,7 +315,6 @@ class Connections:
         except OSError as error:
             log.debug("rank %d: %s", self._rank, error)
         finally:
-            self._at_relay.discard(connection)
             connection.close()
 
     # ---- connecting ----
@@ -431,14 +412,8 @@ class Connections:
     def _dial(self, peer: int) -> socket.socket:
         if not self._is_relayed(peer):
             return socket.create_connection(self._contacts[peer][:2], CONNECT_SECONDS)
-        assert self._relay is not None
-        connection = relay.reach(self._relay, relay.CONNECT, self._token(peer), CONNECT_SECONDS)
-        try:
-            relay.await_other(connection, HANDSHAKE_SECONDS)
-        except OSError as error:
-            connection.close()
-            raise ConnectionError(f"rank {peer} did not come to the relay: {error}") from error
-        return connection
+        at, token = self._at_relay(peer)
+        return relay.connect(at, token, CONNECT_SECONDS, HANDSHAKE_SECONDS, f"rank {peer}")
 
     def _connect(self, peer: int, errors: list[OSError]) -> None:
         try:

@@ -45,7 +45,6 @@ MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 LOG_SECONDS = 1.0  # between two lines about refused connections
 LOOK_SECONDS = 0.5  # between two looks at the list of revoked certificates
-FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to reach a relay
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -133,18 +132,20 @@ class Listener:
     ):
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
         self._max_bytes, self._num_unread = max_bytes, 0  # bytes of answers
-        self._is_at_relay = relay.relay_of(host) is not None
+        at = relay.relay_of(host)
+        self._is_at_relay = at is not None
         self._listener = socket.socket() if self._is_at_relay else listening_socket(host, port)
         self.port: int = next(_PORTS_AT_RELAYS) if self._is_at_relay else self._listener.getsockname()[1]
-        self._waiting: socket.socket | None = None  # at the relay
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
         self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
         self._list, self._context = self._revoked(), self._new_context()
         threading.Thread(target=self._accept, name="thinwire-tls", daemon=True).start()
-        if self._is_at_relay:
-            threading.Thread(target=self._wait_at_relay, args=(host,), name="thinwire-tls", daemon=True).start()
+        self._attendance: relay.Attendance | None = None
+        if at is not None:
+            token = relay.token_at(host, self.port)
+            self._attendance = relay.Attendance(at, token, HANDSHAKE_SECONDS, lambda raw: self._talk_with(raw, at))
 
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
@@ -152,11 +153,13 @@ class Listener:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
+        if self._attendance is not None:
+            self._attendance.close()
         deadline = time.monotonic() + seconds
         while self._open and time.monotonic() < deadline:
             time.sleep(0.01)
         with self._lock:
-            for connection in (*self._open, *self._greeting, *([self._waiting] if self._waiting else [])):
+            for connection in (*self._open, *self._greeting):
                 _end(connection)
 
     def _new_context(self) -> ssl.SSLContext | None:
@@ -203,32 +206,6 @@ class Listener:
                 raise
             return
         self._talk_with(connection, address[:2])
-
-    def _wait_at_relay(self, host: str) -> None:
-        """Keep one connection waiting there for a caller."""
-        at, pause = relay.relay_of(host), FIRST_PAUSE
-        assert at is not None
-        while not self._is_closed:
-            connection = None
-            try:
-                connection = relay.reach(at, relay.WAIT, relay.token_at(host, self.port), HANDSHAKE_SECONDS)
-                with self._lock:
-                    self._waiting = connection
-                if self._is_closed:
-                    raise ConnectionAbortedError("closed")
-                relay.await_other(connection, None)
-                self._talk_with(connection, at)
-                pause = FIRST_PAUSE
-            except OSError as error:
-                if connection is not None:
-                    connection.close()
-                if not self._is_closed:
-                    log.debug("%s", error)
-                    time.sleep(pause)
-                    pause = min(2 * pause, LONGEST_PAUSE)
-            finally:
-                with self._lock:
-                    self._waiting = None
 
     def _talk_with(self, connection: socket.socket, address: tuple[str, int]) -> None:
         with self._lock:

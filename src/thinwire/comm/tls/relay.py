@@ -37,10 +37,11 @@ CONNECT_SECONDS = 20.0  # that a connector waits for the other one
 MAX_CONNECTIONS = 2048
 MAX_UNPAIRED = 64  # from one address
 BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
+FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to wait at a relay
 log = logging.getLogger("thinwire")
 
 
-class End(NamedTuple):
+class Half(NamedTuple):
     """A connection that is to be joined with another one."""
 
     reader: asyncio.StreamReader
@@ -68,7 +69,7 @@ class Relay:
     def __init__(self, host: str, port: int = 0):
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
-        self._waiting: dict[tuple[bytes, bytes], list[End]] = {}  # by token and what they want, the newest last
+        self._waiting: dict[tuple[bytes, bytes], list[Half]] = {}  # by token and what they want, the newest last
         self._unpaired: Counter[str] = Counter()  # by address
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop: Callable[[], None]
@@ -118,7 +119,7 @@ class Relay:
         address = str(writer.get_extra_info("peername")[0])
         try:
             loop = asyncio.get_running_loop()
-            own = End(reader, writer, loop.create_future(), loop.create_future())
+            own = Half(reader, writer, loop.create_future(), loop.create_future())
             self._unpaired[address] += 1
             try:
                 other = await self._meet(own, address)
@@ -135,7 +136,7 @@ class Relay:
             self._tasks.discard(task)
             writer.close()
 
-    async def _meet(self, own: End, address: str) -> End | None:
+    async def _meet(self, own: Half, address: str) -> Half | None:
         """Do what a connection asks for; return the one that it is to be joined with, if that was there before."""
         if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
             log.warning("the relay turned away %s, which has too many connections", address)
@@ -154,7 +155,7 @@ class Relay:
             return other if await other.ready else None
         return None
 
-    async def _wait_for_other(self, own: End, token: bytes, want: bytes) -> None:
+    async def _wait_for_other(self, own: Half, token: bytes, want: bytes) -> None:
         place = self._waiting.setdefault((token, want), [])
         place.append(own)
         hung_up = asyncio.ensure_future(own.reader.read(1))  # it says nothing before it is joined
@@ -173,7 +174,7 @@ class Relay:
                 self._waiting.pop((token, want), None)
 
 
-async def _forward(one: End, other: End) -> None:
+async def _forward(one: Half, other: Half) -> None:
     """Carry bytes both ways until both have ended, or one has failed."""
     try:
         for end in (one, other):
@@ -231,6 +232,81 @@ def await_other(connection: socket.socket, seconds: float | None) -> None:
         raise ConnectionError("the relay has hung up before the other worker came")
 
 
+def connect(relay: tuple[str, int], token: bytes, reach_seconds: float, seconds: float, whom: str) -> socket.socket:
+    """A connection with the worker that waits at the relay.
+
+    Args:
+        relay: its address.
+        token: that both workers show.
+        reach_seconds: that reaching the relay may take.
+        seconds: that all may take.
+        whom: what an error calls the other worker.
+
+    Raises:
+        OSError: the relay cannot be reached, or the other worker did not come.
+    """
+    deadline = time.monotonic() + seconds
+    connection = reach(relay, CONNECT, token, reach_seconds)
+    try:
+        await_other(connection, max(0.001, deadline - time.monotonic()))
+    except OSError as error:
+        connection.close()
+        raise ConnectionError(f"{whom} did not come to the relay: {error}") from error
+    return connection
+
+
+class Attendance:
+    """Keeps one connection waiting at a relay, in a thread, until it is closed.
+
+    Args:
+        relay: its address.
+        token: that callers show too.
+        seconds: after which the relay is tried anew.
+        take: gets each connection that the relay has joined with a caller's, and returns at once.
+    """
+
+    def __init__(self, relay: tuple[str, int], token: bytes, seconds: float, take: Callable[[socket.socket], None]):
+        self._relay, self._token, self._seconds, self._take = relay, token, seconds, take
+        self._waiting: socket.socket | None = None
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        threading.Thread(target=self._run, name="thinwire-relay", daemon=True).start()
+
+    def close(self) -> None:
+        """Wait no more; connections that were joined stay."""
+        self._closed.set()
+        with self._lock, contextlib.suppress(OSError):
+            if self._waiting is not None:
+                self._waiting.shutdown(socket.SHUT_RDWR)  # wakes the thread
+
+    def _run(self) -> None:
+        pause = FIRST_PAUSE
+        while not self._closed.is_set():
+            try:
+                self._take(self._joined())
+                pause = FIRST_PAUSE
+            except OSError as error:
+                log.debug("%s", error)
+                self._closed.wait(pause)
+                pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _joined(self) -> socket.socket:
+        connection = reach(self._relay, WAIT, self._token, self._seconds)
+        try:
+            with self._lock:
+                self._waiting = connection
+            if self._closed.is_set():
+                raise ConnectionAbortedError("closed")
+            await_other(connection, None)
+        except OSError:
+            connection.close()
+            raise
+        finally:
+            with self._lock:
+                self._waiting = None
+        return connection
+
+
 def host_at(relay: tuple[str, int]) -> str:
     """A new name under which a worker takes connections at a relay, which stands where others have the host of an address.
 
@@ -269,16 +345,10 @@ def dial(host: str, port: int, seconds: float) -> socket.socket:
     Raises:
         OSError: nobody answers.
     """
-    deadline, at = time.monotonic() + seconds, relay_of(host)
+    at = relay_of(host)
     if at is None:
         return socket.create_connection((host, port), seconds)
-    connection = reach(at, CONNECT, token_at(host, port), seconds)
-    try:
-        await_other(connection, max(0.001, deadline - time.monotonic()))
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+    return connect(at, token_at(host, port), seconds, seconds, "the other worker")
 
 
 def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
