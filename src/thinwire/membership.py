@@ -62,7 +62,7 @@ class Form(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Kind:
+class FieldKind:
     """The kind of a field.
 
     Attributes:
@@ -88,7 +88,7 @@ class Kind:
 def _field(name: str, *, form: Form | None = None, value: Any = AS_MADE, tied: bool = False, **options: Any) -> Any:
     """A dataclass field of this kind; `options` are those of `dataclasses.field`."""
     default = options.get("default_factory", lambda: options.get("default"))
-    return field(metadata={"kind": Kind(name, form, value, default, tied)}, **options)
+    return field(metadata={"kind": FieldKind(name, form, value, default, tied)}, **options)
 
 
 own = partial(_field, "own")
@@ -102,7 +102,7 @@ pending = partial(_field, "pending")
 config = partial(_field, "config")
 
 
-def kinds(state: State) -> dict[str, Kind]:
+def kinds(state: State) -> dict[str, FieldKind]:
     """The kind of each field of a state, by name.
 
     Raises:
@@ -265,7 +265,7 @@ def _continued(
     if place is not None:
         state.make_room(saved[0], *(place if owners is None else (0, 1)))
 
-    def part(name: str, kind: Kind) -> Any:
+    def part(name: str, kind: FieldKind) -> Any:
         if kind.name == "restart":
             return _restarted(kind.value, saved_field(state, name))
         if kind.name in ("own", "cut") and place is None:

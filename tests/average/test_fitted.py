@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import thinwire as tw
-from thinwire.average.mean.line_meter import LineMeter, Message
+from thinwire.average.mean.line_meter import LineMeter, SentMessage
 from thinwire.codec import Key
 from thinwire.codec.adaptive.base import LineMeasurement
 from thinwire.codec.compose.per_layer import PerLayer
@@ -345,7 +345,7 @@ class Line:
                     carried_at = max(begun, carried_at) + carried / 4
                     arrived = max(now, carried_at + latency + seconds)
                     waited += arrived - now
-                    meter.add(Message(begun, arrived, num_bytes // 4))
+                    meter.add(SentMessage(begun, arrived, num_bytes // 4))
                     now = arrived + decoding
                 meter.commit()
                 meter.begin_round(waited)
@@ -397,10 +397,10 @@ def test_waiting_in_a_round_that_was_abandoned_does_not_count():
         meter.begin_round(waited, now=0.0)
         if abandoned:
             waited += 5.0
-            meter.add(Message(0.5, 5.5, 100))
+            meter.add(SentMessage(0.5, 5.5, 100))
             meter.discard(waited)
             meter.begin_round(waited)
-        meter.add(Message(6.0, 8.0, 100))
+        meter.add(SentMessage(6.0, 8.0, 100))
         meter.commit()
         meter.begin_round(waited + 1.0)
         found.append(meter.take(0.1, now=8.0))
@@ -411,8 +411,8 @@ def test_waiting_between_two_messages_does_not_make_the_second_late():
     """Two messages, each sent when the one before is there: without waiting both would be sent at 1.0."""
     meter = LineMeter()
     meter.begin_round(waited=0.0, now=0.0)
-    meter.add(Message(1.0, 2.0, 100, waited=0.0))
-    meter.add(Message(2.0, 3.0, 100, waited=1.0))
+    meter.add(SentMessage(1.0, 2.0, 100, waited=0.0))
+    meter.add(SentMessage(2.0, 3.0, 100, waited=1.0))
     meter.commit()
     meter.begin_round(waited=2.0)
     assert tuple(meter.take(wait_share=0.1, now=3.0)) == pytest.approx((100.0, 0.3 / 200, 2.0 / 0.3))

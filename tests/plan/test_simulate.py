@@ -9,7 +9,7 @@ import pytest
 from thinwire.comm import Ledger
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.engine import Engine
-from thinwire.plan.operations import Messages, RingAllReduce
+from thinwire.plan.operations import PeerMessages, RingAllReduce
 from thinwire.plan.record import Wait
 from thinwire.plan.simulate import Bucket
 from thinwire.plan.sized import Work
@@ -28,7 +28,9 @@ def ring(num_bytes):
 
 def gather(rank, size, num_bytes):
     after = [(rank + step) % size for step in range(1, size)]
-    return program(Messages(tuple((p, num_bytes) for p in after), tuple((p, num_bytes) for p in after)), wait=[Wait(0)])
+    return program(
+        PeerMessages(tuple((p, num_bytes) for p in after), tuple((p, num_bytes) for p in after)), wait=[Wait(0)]
+    )
 
 
 def seconds(network, programs, backward=0.0, forward=0.0, work=lambda work: 0.0, fold=True):
@@ -84,7 +86,7 @@ def test_a_step_is_no_shorter_than_computation_or_network():
 
 
 def test_encoding_delays_backward_and_decoding_follows_the_last_send():
-    step = [Work("encode", 10, "codec"), Messages(((1, 1000),), ((1, 1000),))]
+    step = [Work("encode", 10, "codec"), PeerMessages(((1, 1000),), ((1, 1000),))]
     buckets = [[program(*step, wait=[Wait(0), Work("decode", 10, "codec")])]] * 2
     cost = {"encode": 0.2, "decode": 0.3}
     got = seconds(Network(2, outer=FREE), buckets, 0.1, work=lambda work: cost[work.part])
@@ -92,7 +94,7 @@ def test_encoding_delays_backward_and_decoding_follows_the_last_send():
 
 
 def test_messages_with_no_sender_are_an_error():
-    lonely = program(Messages((), ((1, 10),)), wait=[Wait(0)])
+    lonely = program(PeerMessages((), ((1, 10),)), wait=[Wait(0)])
     with pytest.raises(ValueError, match="nobody sends"):
         seconds(Network(2, outer=LINK), [[lonely]])
 

@@ -193,13 +193,13 @@ def test_a_phase_ends_when_all_that_are_left_are_done(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (agreement.Kind.NOTE, b"[" * 100_000),
-        (agreement.Kind.NOTE, b"{}"),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, 0, 0], "speed": 1, "have": []}')),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, -1, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.Kind.SHARE, _share(b'{"share": [4, 0, 0, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.Kind.SHARE, b"\xff" * 8),
+        (agreement.QuorumMessage.NOTE, b"[" * 100_000),
+        (agreement.QuorumMessage.NOTE, b"{}"),
+        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
+        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, 0, 0], "speed": 1, "have": []}')),
+        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, -1, 0], "speed": 1, "have": [0, 0]}')),
+        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 0, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
+        (agreement.QuorumMessage.SHARE, b"\xff" * 8),
     ],
 )
 def test_a_worker_whose_words_cannot_be_read_is_lost_and_the_others_go_on(kind, said, monkeypatch, caplog):
@@ -225,13 +225,13 @@ def test_a_worker_that_sends_the_share_of_another_one_is_lost_and_the_others_mer
     net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
     forged = net.workers[4]._packed(agreement.Share(2, 0, 1, 0, 1, 0, 0, torch.tensor([99], dtype=torch.uint8)))
     if is_first:
-        net.handlers[1][0](Message(4, agreement.Kind.SHARE, forged))
+        net.handlers[1][0](Message(4, agreement.QuorumMessage.SHARE, forged))
     for rank in range(4):
         net.workers[rank].send(0, 0, 1, (0, 0), torch.tensor([rank], dtype=torch.uint8))
     if not is_first:
         while net.deliver():
             pass
-        net.handlers[1][0](Message(4, agreement.Kind.SHARE, forged))
+        net.handlers[1][0](Message(4, agreement.QuorumMessage.SHARE, forged))
     while net.deliver():
         pass
     for rank in range(4):
@@ -246,6 +246,8 @@ def test_only_the_leader_ends_a_phase(monkeypatch):
     net = Network(3, 1, Quorum(), 0, monkeypatch)
     note = b'{"is": "end", "end": [9, [9], [0, 1, 2]]}'
     for source in (2, 0):
-        net.handlers[1][0](Message(source, agreement.Kind.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8)))
+        net.handlers[1][0](
+            Message(source, agreement.QuorumMessage.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8))
+        )
         assert net.workers[1]._ended.phase == (9 if source == 0 else 0)
     net.close()

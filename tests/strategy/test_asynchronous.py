@@ -20,9 +20,9 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.average import PairwiseState
-from thinwire.average.gossip.layout import Layout
+from thinwire.average.gossip.layout import FlatLayout
 from thinwire.comm import CommunicationError
-from thinwire.strategy.gossip.pairwise_exchange import MAX_REASON_BYTES, Kind, PairwiseExchange
+from thinwire.strategy.gossip.pairwise_exchange import MAX_REASON_BYTES, PairMessage, PairwiseExchange
 
 SHAPE = (6, 4)
 N = 24
@@ -78,8 +78,8 @@ def test_a_partner_that_asks_again_before_it_has_its_answer_is_named():
         else:
             channel = comm.open_channel([0], MAX_REASON_BYTES)
             for _ in range(2):
-                channel.send(0, Kind.ASK, torch.zeros(8))
-            assert channel.receive([0]).kind == Kind.FAILURE
+                channel.send(0, PairMessage.ASK, torch.zeros(8))
+            assert channel.receive([0]).kind == PairMessage.FAILURE
             comm.barrier()
             channel.close()
 
@@ -101,7 +101,7 @@ def sends_to_one_that_has_gone(comm):
     if comm.rank == 0:
         channel = comm.open_channel([1], MAX_REASON_BYTES)
         comm.barrier()
-        channel.send(1, Kind.FAILURE, torch.tensor(list(b"rank 7 raised ValueError"), dtype=torch.uint8))
+        channel.send(1, PairMessage.FAILURE, torch.tensor(list(b"rank 7 raised ValueError"), dtype=torch.uint8))
         channel.close()
         comm.barrier()
         return None
@@ -213,7 +213,7 @@ def test_nobody_waits_for_a_slow_worker_and_those_who_are_done_go_on_averaging(s
 
 
 def state_of(x):
-    state = PairwiseState(Layout.of([("x", x)]), torch.zeros(x.numel()))
+    state = PairwiseState(FlatLayout.of([("x", x)]), torch.zeros(x.numel()))
     state.publish([("x", x)])
     return state
 

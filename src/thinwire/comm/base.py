@@ -40,10 +40,10 @@ from torch import Tensor
 
 from .. import debug
 from . import check
-from .agreement import fingerprint, parsed, raise_disagreement
 from .background import Background
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
+from .compare import fingerprint, parsed, raise_disagreement
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from .rounds import Rounds

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from .agreement import parsed
+from .compare import parsed
 from .handle import CommunicationError
 from .tls import relay
 from .tls.credentials import Credentials

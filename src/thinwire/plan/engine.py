@@ -20,7 +20,7 @@ from itertools import groupby
 
 from .cores import Cores
 from .network import Link, Network
-from .operations import Messages, RingAllReduce
+from .operations import PeerMessages, RingAllReduce
 
 EVENTS = 64
 """Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
@@ -135,7 +135,7 @@ class Engine:
 
     # ---- operations ----
 
-    def issue(self, rank: int, action: Messages | RingAllReduce) -> Operation:
+    def issue(self, rank: int, action: PeerMessages | RingAllReduce) -> Operation:
         """Start an operation of worker `rank` now."""
         if isinstance(action, RingAllReduce):
             return self._issue_ring(rank, action)
@@ -148,11 +148,11 @@ class Engine:
             self._after_start(rank, action, lambda: self._send_next(rank, self._groups(rank, action.sends), operation))
         return operation
 
-    def _after_start(self, rank: int, action: Messages | RingAllReduce, send: Callable[[], None]) -> None:
+    def _after_start(self, rank: int, action: PeerMessages | RingAllReduce, send: Callable[[], None]) -> None:
         """Have an operation begin to send once the worker has started it."""
         node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
         inside = self.network.nodes == 1 or (
-            isinstance(action, Messages) and all(peer // per_node == node for peer, _ in action.sends)
+            isinstance(action, PeerMessages) and all(peer // per_node == node for peer, _ in action.sends)
         )
         seconds = (self.network.inner if inside else self.network.outer).operation_seconds
         if seconds:

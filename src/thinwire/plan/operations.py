@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Messages:
+class PeerMessages:
     """One operation of single messages, in the order in which they are sent; bytes by peer."""
 
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
 
-    def shifted(self, by: int, size: int) -> Messages:
+    def shifted(self, by: int, size: int) -> PeerMessages:
         """The same with peers whose rank is `by` higher."""
         sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
-        return Messages(sides[0], sides[1])
+        return PeerMessages(sides[0], sides[1])
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class RingAllReduce:
 
 
 @dataclass(frozen=True)
-class Relay:
+class Forward:
     """One worker's part of a broadcast: it receives the message, if it is not the first, and then sends it on."""
 
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
 
 
-Moves = Messages | RingAllReduce | Relay
+Moves = PeerMessages | RingAllReduce | Forward
 """What one call of a communicator sends and receives."""

@@ -3,7 +3,7 @@
 A *program* lists the actions of one worker for one call of `Averager.step`:
 
     Work(part, numel, name)   encode or decode so many float32 elements
-    Messages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
+    PeerMessages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
     RingAllReduce(num_bytes)           one `all_reduce`
     Wait(operation)           wait until that operation of the program is done
 
@@ -36,7 +36,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import Messages, RingAllReduce
+from .operations import PeerMessages, RingAllReduce
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -48,7 +48,7 @@ class Wait:
     operation: int
 
 
-Action = Work | Messages | RingAllReduce | Wait
+Action = Work | PeerMessages | RingAllReduce | Wait
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Program:
         if network.nodes == 1:
             return 0.0
         sent = sum(
-            n for a in actions if isinstance(a, Messages) for peer, n in a.sends if peer >= network.workers_per_node
+            n for a in actions if isinstance(a, PeerMessages) for peer, n in a.sends if peer >= network.workers_per_node
         )
         rings = sum(
             ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, RingAllReduce)
@@ -89,7 +89,7 @@ class Program:
 
 
 def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...]:
-    return tuple(a.shifted(by, size) if isinstance(a, Messages) else a for a in actions)
+    return tuple(a.shifted(by, size) if isinstance(a, PeerMessages) else a for a in actions)
 
 
 def record(
@@ -227,7 +227,7 @@ class Recorder(Communicator):
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()
 
-    def _note(self, operation: Messages | RingAllReduce) -> Callable[[], Any]:
+    def _note(self, operation: PeerMessages | RingAllReduce) -> Callable[[], Any]:
         number = self._operations
         self._operations += 1
         self.actions.append(operation)
@@ -243,7 +243,7 @@ class Recorder(Communicator):
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
         num_bytes = 8 + tensor.numel() * tensor.element_size()
         messages = tuple((peer, num_bytes) for peer in self._others(result))
-        return self._note(Messages(messages, messages))
+        return self._note(PeerMessages(messages, messages))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if self._mail is not None:
@@ -263,7 +263,7 @@ class Recorder(Communicator):
     def _note_messages(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         """Empty messages count too, with no bytes: another worker may have none where this one has some."""
         sides = [tuple((peer, check.num_bytes(t)) for peer, t in side.items()) for side in (sends, receives)]
-        return self._note(Messages(sides[0], sides[1]))
+        return self._note(PeerMessages(sides[0], sides[1]))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         raise NotImplementedError("no averager broadcasts in a round, but for adaptive codecs")

@@ -10,7 +10,7 @@ from typing import Any
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Messages, RingAllReduce
+from .operations import PeerMessages, RingAllReduce
 from .trace import Entry
 
 
@@ -86,7 +86,7 @@ class Replay:
         end = partial(self._end, gate)
         if kind == "mark":
             return end()
-        action = RingAllReduce(*what) if kind == "ring" else Messages(*what)
+        action = RingAllReduce(*what) if kind == "ring" else PeerMessages(*what)
         operation = self._engine.issue(rank, action)
         if operation.is_under_way(self._engine.now):
             operation.waiting.append(end)

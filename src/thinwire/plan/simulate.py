@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Messages, RingAllReduce
+from .operations import PeerMessages, RingAllReduce
 from .record import Action, Program
 from .sized import Work
 
@@ -55,14 +55,14 @@ def simulate(
     engine = Engine(network, fold)
     threads = []
     for rank in range(engine.workers):
-        worker = _Worker(engine, rank, buckets, forward_seconds, work_seconds)
+        worker = _SimulatedWorker(engine, rank, buckets, forward_seconds, work_seconds)
         threads += [Thread(engine, rank, worker.compute()), Thread(engine, rank, worker.finish())]
     engine.run()
     require(all(t.is_idle for t in threads), "a worker waits for a message that nobody sends; is the fold wrong?")
     return max(t.end for t in threads)
 
 
-class _Worker:
+class _SimulatedWorker:
     """The two threads of one worker."""
 
     def __init__(
@@ -108,7 +108,7 @@ class _Worker:
         for action in actions:
             if isinstance(action, Work):
                 yield self._work_seconds(action)
-            elif isinstance(action, Messages | RingAllReduce):
+            elif isinstance(action, PeerMessages | RingAllReduce):
                 operations.append(self._engine.issue(self._rank, action))
             else:
                 yield operations[action.operation]

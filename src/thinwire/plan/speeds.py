@@ -14,30 +14,30 @@ from typing import NamedTuple
 from .sized import MEMORY, PRODUCTS, Work
 
 
-class Share(NamedTuple):
+class CopyShare(NamedTuple):
     """Speed of encode and of decode, as shares of a copy of the same floats. Higher => faster."""
 
     encode: float
     decode: float
 
 
-MEASURED: Mapping[str, Share] = MappingProxyType(
+MEASURED: Mapping[str, CopyShare] = MappingProxyType(
     {
-        "Cast()": Share(1.03, 1.07),
-        "QSGD(bits=4)": Share(0.90, 1.20),
-        "TopK(ratio=0.01)": Share(0.72, 2.68),
-        "TopK(ratio=0.001)": Share(0.43, 6.80),  # with the momentum of Deep Gradient Compression
-        MEMORY: Share(0.67, 1.00),  # reads gradient and memory, writes their sum
+        "Cast()": CopyShare(1.03, 1.07),
+        "QSGD(bits=4)": CopyShare(0.90, 1.20),
+        "TopK(ratio=0.01)": CopyShare(0.72, 2.68),
+        "TopK(ratio=0.001)": CopyShare(0.43, 6.80),  # with the momentum of Deep Gradient Compression
+        MEMORY: CopyShare(0.67, 1.00),  # reads gradient and memory, writes their sum
     }
 )
-ASSUMED: Mapping[str, Share] = MappingProxyType(
+ASSUMED: Mapping[str, CopyShare] = MappingProxyType(
     {
-        "chain(TopK(ratio=0.01), QSGD(bits=4))": Share(0.70, 2.60),  # hardly slower than TopK(0.01) alone
-        "SignNorm()": Share(0.76, 1.12),  # as QSGD of one bit
-        PRODUCTS: Share(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
+        "chain(TopK(ratio=0.01), QSGD(bits=4))": CopyShare(0.70, 2.60),  # hardly slower than TopK(0.01) alone
+        "SignNorm()": CopyShare(0.76, 1.12),  # as QSGD of one bit
+        PRODUCTS: CopyShare(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
     }
 )
-_UNKNOWN = Share(0.5, 1.0)
+_UNKNOWN = CopyShare(0.5, 1.0)
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Speeds:
     """
 
     copy_bytes_per_second: float = 12e9
-    shares: Mapping[str, Share] = field(default_factory=lambda: {**MEASURED, **ASSUMED}, hash=False)
+    shares: Mapping[str, CopyShare] = field(default_factory=lambda: {**MEASURED, **ASSUMED}, hash=False)
 
     def seconds(self, work: Work) -> float:
         """How long a piece of work takes."""

@@ -19,7 +19,7 @@ import time
 from typing import Any
 
 from ..algorithm import require
-from .operations import Moves, Relay, RingAllReduce
+from .operations import Forward, Moves, RingAllReduce
 
 Entry = list[Any]
 
@@ -69,7 +69,7 @@ class Trace:
     def issue(self, moves: Moves) -> int:
         """The calling thread starts an operation; returns its number."""
         self.charge()
-        if isinstance(moves, Relay):
+        if isinstance(moves, Forward):
             return self._relay(moves)
         if isinstance(moves, RingAllReduce):
             return self._numbered("ring", moves.num_bytes)
@@ -91,7 +91,7 @@ class Trace:
             taken, self._entries = self._entries, {}
         return [[thread, entries] for thread, entries in taken.items()]
 
-    def _relay(self, relay: Relay) -> int:
+    def _relay(self, relay: Forward) -> int:
         """A thread of its own, which the operation ends with."""
         begun = self.mark()
         with self._lock:

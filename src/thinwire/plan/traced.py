@@ -22,7 +22,7 @@ from ..comm.channel import Channel
 from ..comm.ledger import broadcast_tree
 from ..comm.local_world import LocalCommunicator
 from .network import Network
-from .operations import Messages, Moves, Relay, RingAllReduce
+from .operations import Forward, Moves, PeerMessages, RingAllReduce
 from .replay import Replay
 from .trace import Trace
 
@@ -123,7 +123,9 @@ class TracedCommunicator(Communicator):
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         by_peer = tuple((peer, 8 + tensor.nbytes) for peer in self._others([tensor] * self.size))
         start = partial(self._comm._start_gather_variable, tensor, result, limit)
-        return self._traced(Messages(by_peer, by_peer), [tensor], start)  # the model does not use the sizes of receives
+        return self._traced(
+            PeerMessages(by_peer, by_peer), [tensor], start
+        )  # the model does not use the sizes of receives
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         start = partial(self._comm._start_exchange, sends, receives)
@@ -131,7 +133,7 @@ class TracedCommunicator(Communicator):
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         parents, children = broadcast_tree(self.size, self.rank, root) if tensor.nbytes else ([], [])
-        relay = Relay(*(tuple((peer, tensor.nbytes) for peer in peers) for peers in (parents, children)))
+        relay = Forward(*(tuple((peer, tensor.nbytes) for peer in peers) for peers in (parents, children)))
         return self._traced(relay, [tensor], partial(self._comm._start_broadcast, tensor, root))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
@@ -172,10 +174,10 @@ def _wait_traced(wait: Callable[[], Any], trace: Trace, number: int) -> Any:
     return result
 
 
-def _messages(sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Messages:
+def _messages(sends: dict[int, Tensor], receives: dict[int, Tensor]) -> PeerMessages:
     """The messages of an exchange; nothing empty is sent."""
     sides = [tuple((peer, t.nbytes) for peer, t in side.items() if t.nbytes) for side in (sends, receives)]
-    return Messages(sides[0], sides[1])
+    return PeerMessages(sides[0], sides[1])
 
 
 @dataclass(frozen=True)

@@ -46,7 +46,7 @@ from ...membership import check_state
 from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, NamedTensors, Pending, check_agreement
-from .layout import Layout
+from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
 from .values import Parts, flat, move, parts_of
@@ -85,7 +85,7 @@ class GossipAverager(Averager):
         check_agreement(self, tensors, comm, seed)
         self.topology.validate(comm.size)
         self.check_topology(comm.size)
-        state = GossipState(Layout.of(tensors, self.is_exact), seed, self.topology)
+        state = GossipState(FlatLayout.of(tensors, self.is_exact), seed, self.topology)
         memory = self.init_memory(state, tensors, comm)
         state.memory = None if memory is None else check_state(memory, self)
         state.step_control = self.init_step_control(state, tensors, comm)

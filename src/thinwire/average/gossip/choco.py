@@ -18,7 +18,7 @@ from ...schedule import resolve
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import decoded
-from .layout import FLAT, Layout
+from .layout import FLAT, FlatLayout
 from .round import Arrive, GossipState, Round, add_vector
 from .values import Parts
 
@@ -36,7 +36,7 @@ class ChocoMemory(State):
         gap: d_i, flat float64.
     """
 
-    layout: Layout = config()
+    layout: FlatLayout = config()
     public: Tensor = averaged(form=FLAT)
     gap: Tensor = restart(value=0.0, form=FLAT)
 

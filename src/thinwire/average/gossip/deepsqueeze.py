@@ -16,7 +16,7 @@ from ...schedule import resolve
 from ..base import NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import decoded
-from .layout import FLAT, Layout
+from .layout import FLAT, FlatLayout
 from .round import Arrive, GossipState, Round, add_vector
 from .values import Parts
 
@@ -30,7 +30,7 @@ class DeepSqueezeMemory(State):
         lost: d_i, flat.
     """
 
-    layout: Layout = config()
+    layout: FlatLayout = config()
     lost: Tensor = own(form=FLAT)
 
 

@@ -33,7 +33,7 @@ from ...kernels.scales import float32
 from ...membership import State, config, restart
 from ...topology import Topology
 from ...topology.speed import difference_rates
-from .layout import Layout
+from .layout import FlatLayout
 from .maxima import Maxima
 
 MEMORY = 0.9  # of the running mean of the share that is kept
@@ -130,7 +130,7 @@ def on_host(scalar: Tensor) -> float:
     return 1.0 if scalar.is_meta else scalar.item()
 
 
-def decoded(layout: Layout, codec: Codec, payload: Tensor, factor: float = 1.0) -> tuple[Tensor, kernels.Flag]:
+def decoded(layout: FlatLayout, codec: Codec, payload: Tensor, factor: float = 1.0) -> tuple[Tensor, kernels.Flag]:
     """What a payload holds times a factor, as a new flat vector, and whether it is finite.
 
     Args:

@@ -14,14 +14,14 @@ from ..base import NamedTensors
 
 
 @dataclass(frozen=True)
-class Layout:
+class FlatLayout:
     """Where each tensor lies in the flat vector: one after another, in the order of the list.
 
     The vector is float32. With `exact` it is float64 if any of the tensors is.
 
     Example:
         >>> tensors = [("w", torch.ones(2, 2)), ("b", torch.zeros(1))]
-        >>> layout = Layout.of(tensors)
+        >>> layout = FlatLayout.of(tensors)
         >>> layout.flatten(tensors)
         tensor([1., 1., 1., 1., 0.])
     """
@@ -31,7 +31,7 @@ class Layout:
     dtype: torch.dtype = torch.float32
 
     @classmethod
-    def of(cls, tensors: NamedTensors, exact: bool = False) -> Layout:
+    def of(cls, tensors: NamedTensors, exact: bool = False) -> FlatLayout:
         """The layout of these tensors.
 
         Args:
@@ -56,7 +56,7 @@ class Layout:
 
     def check(self, tensors: NamedTensors) -> None:
         """Raise ValueError unless these are the tensors of `init`, in its order."""
-        now = Layout.of(tensors)
+        now = FlatLayout.of(tensors)
         require(
             (now.names, now.shapes) == (self.names, self.shapes),
             f"a round takes the tensors of init in their order; expected {_summary(self)}, got {_summary(now)}",
@@ -99,6 +99,6 @@ FLAT = Form(lambda state, flat: state.layout.named(flat), lambda state, flat, sa
 """A flat vector of a state with a `layout`, saved by tensor name."""
 
 
-def _summary(layout: Layout) -> str:
+def _summary(layout: FlatLayout) -> str:
     first = ", ".join(f"{name} {tuple(shape)}" for name, shape in zip(layout.names[:3], layout.shapes, strict=False))
     return f"{len(layout.names)} tensors ({first}{', ...' if len(layout.names) > 3 else ''})"

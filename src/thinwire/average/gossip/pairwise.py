@@ -41,7 +41,7 @@ from ...membership import State, config, pending, restart, shared
 from ...topology import BipartiteExponential
 from ...topology.bipartite import Bipartite
 from ..base import NamedTensors, check_agreement
-from .layout import FLAT, Layout
+from .layout import FLAT, FlatLayout
 
 
 @dataclass
@@ -55,7 +55,7 @@ class PairwiseState(State):
         averaged: how many averagings have changed x.
     """
 
-    layout: Layout = config()
+    layout: FlatLayout = config()
     changes: Tensor = restart(value=0.0, form=FLAT)
     published: Tensor | None = pending(default=None)
     asked: int = shared(default=0)
@@ -181,7 +181,7 @@ class Pairwise(Algorithm):
         """Make the state for these tensors, after checking that all workers have the same averager and tensors."""
         check_agreement(self, tensors, comm, seed=0)
         self.topology.validate(comm.size)
-        layout = Layout.of(tensors, exact=True)
+        layout = FlatLayout.of(tensors, exact=True)
         return PairwiseState(layout, changes=torch.zeros(layout.numel, dtype=layout.dtype, device="cpu"))
 
     def is_active(self, rank: int) -> bool:

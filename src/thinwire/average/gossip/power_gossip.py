@@ -18,7 +18,7 @@ from ...topology import Ring, Topology
 from ..base import NamedTensors
 from .base import GossipAverager
 from .checks import check_fixed_undirected, check_stable, check_step_size
-from .layout import Layout
+from .layout import FlatLayout
 from .round import Apply, Arrive, GossipState, Round
 from .values import Parts
 
@@ -35,7 +35,7 @@ class PowerGossipMemory(State):
         directions: rank of a neighbour, as text -> the directions for its next half step; empty if p is always drawn afresh.
     """
 
-    layout: Layout = config()
+    layout: FlatLayout = config()
     half_steps: int = shared(default=0)
     directions: dict[str, Directions] = restart(value={}, form=WHOLE, default_factory=dict)
 

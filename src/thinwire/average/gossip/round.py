@@ -17,7 +17,7 @@ from ...comm import Communicator
 from ...membership import State, config, nested, pending, restart, shared
 from ...schedule import Progress
 from ...topology import Topology
-from .layout import Layout
+from .layout import FlatLayout
 from .values import Apply, Parts
 
 Arrive = Callable[[], Apply]
@@ -59,7 +59,7 @@ class GossipState(State):
         finite: whether this worker's part of the round was finite.
     """
 
-    layout: Layout = config()
+    layout: FlatLayout = config()
     seed: int = config()
     topology: Topology = config()
     memory: Any = nested(default=None)

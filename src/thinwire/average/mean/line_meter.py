@@ -28,7 +28,7 @@ from ...codec.adaptive.base import LineMeasurement
 _REMEMBERED = 4  # of the latest latencies, whose least counts
 
 
-class Message(NamedTuple):
+class SentMessage(NamedTuple):
     """When a message was sent and when those of all workers were there, in seconds; its bytes; how many collectives, one
     after the other, carried it; and how long the worker had waited in all when it was sent."""
 
@@ -45,7 +45,7 @@ class LineMeter:
     Example:
         >>> meter = LineMeter()
         >>> meter.begin_round(waited=0.0, now=0.0)
-        >>> meter.add(Message(sent=1.0, arrived=3.0, num_bytes=200))  # 100 bytes a second
+        >>> meter.add(SentMessage(sent=1.0, arrived=3.0, num_bytes=200))  # 100 bytes a second
         >>> meter.commit()
         >>> meter.begin_round(waited=1.0)  # it was wanted at 2.0
         >>> meter.take(wait_share=0.5, now=4.0)  # may wait for 2 s: 3 s are there for 200 bytes
@@ -53,7 +53,7 @@ class LineMeter:
     """
 
     def __init__(self) -> None:
-        self._messages: list[Message] = []
+        self._messages: list[SentMessage] = []
         self._rate = 0.0
         self._left: list[tuple[float, int]] = []  # of each message: seconds until the last is wanted, bytes from it on
         self._waits: list[float] = []  # of each round, without latency
@@ -62,7 +62,7 @@ class LineMeter:
         self._waited = 0.0
         self._since: float | None = None
 
-    def add(self, message: Message) -> None:
+    def add(self, message: SentMessage) -> None:
         """Note a message that has arrived."""
         self._messages.append(message)
 

@@ -21,7 +21,7 @@ from ...schedule import Progress
 from ..robust.record import RuleState
 from .exchange.base import Observe, PendingExchange, Shares
 from .exchange.scatter_reduce import OwnerMemory, ScatterReduce, Whole
-from .line_meter import LineMeter, Message
+from .line_meter import LineMeter, SentMessage
 
 
 @dataclass
@@ -111,7 +111,7 @@ class MeanState(State):
     def arrived(self, flight: PendingExchange, decode_seconds: float) -> None:
         """Note that an exchange has ended, so many seconds ago."""
         arrived = time.perf_counter() - decode_seconds
-        self.meter.add(Message(flight.sent, arrived, flight.num_bytes, flight.steps, flight.waited))
+        self.meter.add(SentMessage(flight.sent, arrived, flight.num_bytes, flight.steps, flight.waited))
 
     def restore_codec(self) -> None:
         """Forget an update of the adaptive part in a round that is discarded."""

@@ -19,7 +19,7 @@ from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
 
 
-class Group(NamedTuple):
+class CodecGroup(NamedTuple):
     """The segments of one codec, by their positions."""
 
     codec: Codec
@@ -115,15 +115,15 @@ class PerLayer(Codec):
         return Selection(torch.cat(whole), torch.empty(0, device=payload.device), [len(indices) for indices in whole])
 
     @cached_property
-    def _groups(self) -> list[Group]:
+    def _groups(self) -> list[CodecGroup]:
         positions: dict[Codec | None, list[int]] = {}
         quantizers = [codec.traits.quantizer for codec in self.codecs]
         for i, codec in enumerate(self.codecs):
             positions.setdefault(codec if quantizers[i] is None else None, []).append(i)
         each = EvenLevelsOfEach(tuple(q for q in quantizers if q is not None))
-        return [Group(codec or each, at) for codec, at in positions.items()]
+        return [CodecGroup(codec or each, at) for codec, at in positions.items()]
 
-    def _split(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> list[tuple[Group, list[Tensor]]]:
+    def _split(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> list[tuple[CodecGroup, list[Tensor]]]:
         """Each group with its part of every payload."""
         self._check_number(outs)
         if len(self._groups) == 1:

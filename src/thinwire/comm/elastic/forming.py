@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ..addresses import own_address
-from ..agreement import ABSENT, excerpt, fingerprint, parsed
+from ..compare import ABSENT, excerpt, fingerprint, parsed
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut
 from ..store import listening_store

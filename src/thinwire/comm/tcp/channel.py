@@ -22,7 +22,7 @@ from ..buffers import as_bytes
 from ..channel import HEADER_BYTES, Channel
 from ..handle import CommunicationError
 from .connections import Place
-from .endpoint import CLOSE_SECONDS, Endpoint, Message
+from .endpoint import CLOSE_SECONDS, Endpoint, TaggedMessage
 
 HEADER = struct.Struct("<qB")  # bytes of the payload, and kind
 
@@ -64,7 +64,10 @@ class TcpChannel(Channel):
         # Messages of the engine. The first one is a byte, so that all are connected when this returns.
         self._sent, self._received = dict.fromkeys(peers, 1), dict.fromkeys(peers, 1)
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        meetings = [self._endpoint.begin([Message(p, 0, byte)], [Message(p, 0, torch.empty_like(byte))]) for p in peers]
+        meetings = [
+            self._endpoint.begin([TaggedMessage(p, 0, byte)], [TaggedMessage(p, 0, torch.empty_like(byte))])
+            for p in peers
+        ]
         try:
             for meeting in meetings:
                 self._endpoint.wait(meeting)
@@ -82,7 +85,7 @@ class TcpChannel(Channel):
         check.message(self._rank, peer, body.numel(), self._max_bytes)
         header = torch.frombuffer(bytearray(HEADER.pack(body.numel(), kind)), dtype=torch.uint8)
         parts = [header, body] if body.numel() else [header]
-        messages = [Message(peer, number, part) for number, part in enumerate(parts, self._sent[peer])]
+        messages = [TaggedMessage(peer, number, part) for number, part in enumerate(parts, self._sent[peer])]
         self._sent[peer] += len(parts)
         self._endpoint.wait(self._endpoint.begin(messages, []))
         self._record(1, HEADER_BYTES + body.numel(), 0)
@@ -114,7 +117,7 @@ class TcpChannel(Channel):
         self._endpoint.close()
 
     def _expect(self, peer: int, memory: Tensor, kind: int, until: float) -> None:
-        operation = self._endpoint.begin([], [Message(peer, self._received[peer], memory)])
+        operation = self._endpoint.begin([], [TaggedMessage(peer, self._received[peer], memory)])
         self._received[peer] += 1
         self._expected[peer] = Expected(operation, memory, kind, until)
 

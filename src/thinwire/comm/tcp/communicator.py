@@ -42,7 +42,7 @@ from ..store import gathering, host_of
 from ..tls.relay import parse_address
 from .channel import TcpChannel
 from .connections import Place
-from .endpoint import CLOSE_SECONDS, Endpoint, Message
+from .endpoint import CLOSE_SECONDS, Endpoint, TaggedMessage
 from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
@@ -314,22 +314,22 @@ class TcpCommunicator(Communicator):
 
     # ---- messages ----
 
-    def _sending(self, tensors: dict[int, Tensor]) -> list[Message]:
+    def _sending(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
         """The next messages to some peers, numbered; those without bytes are not sent."""
         return self._numbered(self._sent, tensors)
 
-    def _receiving(self, tensors: dict[int, Tensor]) -> list[Message]:
+    def _receiving(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
         return self._numbered(self._received, tensors)
 
-    def _numbered(self, counts: list[int], tensors: dict[int, Tensor]) -> list[Message]:
+    def _numbered(self, counts: list[int], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
         messages = []
         for peer, tensor in tensors.items():
             if tensor.numel():
-                messages.append(Message(peer, counts[peer], as_bytes(tensor)))
+                messages.append(TaggedMessage(peer, counts[peer], as_bytes(tensor)))
                 counts[peer] += 1
         return messages
 
-    def _post(self, sends: list[Message], receives: list[Message]) -> Callable[[], None]:
+    def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
             return _nothing
@@ -357,8 +357,8 @@ class TcpCommunicator(Communicator):
             result.extend(tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes))
             own = as_bytes(tensor)
             return self._post(
-                [Message(peer, number, own) for peer, number in sends],
-                [Message(peer, number, as_bytes(result[peer])) for peer, number in receives],
+                [TaggedMessage(peer, number, own) for peer, number in sends],
+                [TaggedMessage(peer, number, as_bytes(result[peer])) for peer, number in receives],
             )
 
         return self._continued(finish)

@@ -28,7 +28,7 @@ CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got, where this 
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 
 
-class Message(NamedTuple):
+class TaggedMessage(NamedTuple):
     """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
 
     peer: int
@@ -95,7 +95,7 @@ class Endpoint:
             self.close(CLOSE_SECONDS)
             raise
 
-    def begin(self, sends: list[Message], receives: list[Message]) -> int:
+    def begin(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> int:
         """Start an operation of the engine, and keep its memory alive until it is over."""
         described = [
             [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("thinwire")
 
 
-class Identity:
+class WorkerIdentity:
     """Makes sessions from credentials, of which the files may change while the run goes on.
 
     Args:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..background import Background
 from ..handle import CommunicationError
-from .endpoint import Message
+from .endpoint import TaggedMessage
 
 if TYPE_CHECKING:
     from ._engine import Engine
@@ -51,7 +51,7 @@ class Tagged:
         rank: int,
         size: int,
         engine: Engine,
-        post: Callable[[list[Message], list[Message]], int],
+        post: Callable[[list[TaggedMessage], list[TaggedMessage]], int],
         wait: Callable[[int], None],
         timeout_seconds: float,
     ):
@@ -70,11 +70,11 @@ class Tagged:
             index = self._sent[peer, tag]
             self._sent[peer, tag] += 1
             is_early = self._unasked(peer, memory.numel()) + memory.numel() <= UNASKED_BYTES
-            request = self._post([], [Message(peer, _number(tag, REQUEST, index), _byte())])
+            request = self._post([], [TaggedMessage(peer, _number(tag, REQUEST, index), _byte())])
             if is_early:
                 self._requests[peer].append((request, memory.numel()))
-            payload = [Message(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
-            envelope = Message(peer, _number(tag, ENVELOPE, index), _byte())
+            payload = [TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
+            envelope = TaggedMessage(peer, _number(tag, ENVELOPE, index), _byte())
             first = self._post([envelope, *payload] if is_early else [envelope], [])
         if is_early:
             return lambda: self._wait(first)
@@ -110,9 +110,9 @@ class Tagged:
     def _receive(self, memory: Tensor, peer: int, tag: int) -> int:
         index = self._received[peer, tag]
         self._received[peer, tag] += 1
-        payload = [Message(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
-        envelope = Message(peer, _number(tag, ENVELOPE, index), _byte())
-        return self._post([Message(peer, _number(tag, REQUEST, index), _byte())], [envelope, *payload])
+        payload = [TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
+        envelope = TaggedMessage(peer, _number(tag, ENVELOPE, index), _byte())
+        return self._post([TaggedMessage(peer, _number(tag, REQUEST, index), _byte())], [envelope, *payload])
 
     def _next(self, memory: Tensor, tag: int) -> tuple[int, int]:
         """Wait for an envelope, and begin to receive what it announces: the peer, and the operation."""

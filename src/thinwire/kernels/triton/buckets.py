@@ -1,7 +1,7 @@
 """One encoder and one decoder for all codes of elements in buckets; a family gives the rule that rounds an element.
 
 A payload holds 0 to 2 float32 numbers for each bucket, such as its scale, and then a code for each element. A program
-serves a tile, whose rows are buckets where that fits; see `Tiles`. It then finds the scales itself.
+serves a tile, whose rows are buckets where that fits; see `TileRows`. It then finds the scales itself.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from .device import (
 )
 from .launch import Launch, are_aligned, floats, kept, launch_each, plan_launches, pointers, starts, tiles_of
 from .payloads import WHOLE, launch_decoder, load_total, store_residual, store_total
-from .tiles import Tiles
+from .tiles import TileRows
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class Coding:
     keeps_sign: bool = False
 
     @property
-    def tiles(self) -> Tiles:
-        return Tiles.of_elements(self.bucket_size)
+    def tiles(self) -> TileRows:
+        return TileRows.of_elements(self.bucket_size)
 
     def encode(
         self, xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, keys: list[int] | None = None

@@ -9,7 +9,7 @@ MAX_BUCKET = 8192  # a larger bucket is not held by one program
 
 
 @dataclass(frozen=True)
-class Tiles:
+class TileRows:
     """Rows of a tile; see `thinwire.kernels.triton.device`.
 
     Args:
@@ -23,12 +23,12 @@ class Tiles:
     rows: int
 
     @classmethod
-    def of_elements(cls, bucket_size: int) -> Tiles:
+    def of_elements(cls, bucket_size: int) -> TileRows:
         """Tiles for element-wise work: a row is a bucket if it can be, so that one scale serves it."""
         return cls.of_buckets(bucket_size) or cls(TILE, TILE, 1)
 
     @classmethod
-    def of_buckets(cls, bucket_size: int) -> Tiles | None:
+    def of_buckets(cls, bucket_size: int) -> TileRows | None:
         """Tiles with a bucket in each row; None if a bucket is too large or its codes may share a byte with the next."""
         if bucket_size % 8 or bucket_size > MAX_BUCKET:
             return None

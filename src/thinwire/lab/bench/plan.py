@@ -18,7 +18,7 @@ from ...codec import Codec
 from ...plan import Network, Speeds, methods
 from ...plan.averagers import parts_of
 from ...plan.measure import Effort, measure_lines
-from ...plan.speeds import Share
+from ...plan.speeds import CopyShare
 from .codecs import measure
 from .step import joined
 
@@ -42,7 +42,7 @@ def measured_speeds(numel: int) -> Speeds:
     for name, codec in codecs.items():
         copy_seconds, encode_seconds, decode_seconds, _ = measure(codec, x, REPETITIONS)
         copies.append(copy_seconds)
-        shares[name] = Share(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
+        shares[name] = CopyShare(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
     return Speeds(4 * numel / median(copies), shares)
 
 

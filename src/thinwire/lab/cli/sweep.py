@@ -78,7 +78,7 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
     from rich.console import Console
 
     from ..sweep import run_locally
-    from ..sweep.show import Lines, LiveTable, counted, statuses_of
+    from ..sweep.show import LiveTable, StatusLines, counted, statuses_of
 
     console = Console()
     if console.is_terminal:
@@ -86,7 +86,7 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
             run_locally(sweep.runs, at_once, table)
         return
     print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}", flush=True)
-    run_locally(sweep.runs, at_once, Lines())
+    run_locally(sweep.runs, at_once, StatusLines())
     print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}")
 
 

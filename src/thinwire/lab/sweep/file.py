@@ -32,7 +32,7 @@ from ..fields import flat
 from ..files import load_toml
 from ..overrides import overridden
 from .identity import identity
-from .tasks import TASKS, Task
+from .tasks import RUN_KINDS, RunKind
 
 TOP = ("recipe", "command", "output", "fixed", "grid", "list")
 SHAPES: dict[str, tuple[type | tuple[type, ...], str]] = {
@@ -66,9 +66,9 @@ class PlannedRun:
     folder: Path
 
     @property
-    def task(self) -> Task:
+    def task(self) -> RunKind:
         """The kind of run."""
-        return TASKS[self.command]
+        return RUN_KINDS[self.command]
 
     @property
     def records(self) -> Path:
@@ -153,7 +153,7 @@ def _check(table: Mapping[str, Any]) -> None:
         kind, shape = SHAPES.get(name, (str, "text"))
         require(isinstance(value, kind), f"{name} must be {shape}, got {value!r}")
     command = table.get("command", "train")
-    require(command in TASKS, f"unknown command {command!r}{suggestion(command, TASKS)}")
+    require(command in RUN_KINDS, f"unknown command {command!r}{suggestion(command, RUN_KINDS)}")
 
 
 def points(grid: Mapping[str, Any], rows: list[Mapping[str, Any]]) -> Iterator[Values]:
@@ -184,7 +184,7 @@ def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: 
     Raises:
         ValueError: they make no run.
     """
-    task = TASKS[command]
+    task = RUN_KINDS[command]
     values = _unique([*({"recipe": recipe} if recipe else {}).items(), *fixed.items(), *varied.items()])
     recipe = values.get("recipe")
     for path in values:

@@ -141,7 +141,7 @@ class LiveTable:
         """The table says it."""
 
 
-class Lines:
+class StatusLines:
     """A line for each run that has ended, where there is no terminal."""
 
     def tick(self) -> None:

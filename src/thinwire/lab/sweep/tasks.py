@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 Plain = Mapping[str, Any]
 
 
-class Task(ABC):
+class RunKind(ABC):
     """One kind of run: its configuration, how to run it, and how to show its progress and result."""
 
     reserved: frozenset[str]
@@ -70,7 +70,7 @@ class Task(ABC):
         """The result of a finished run, in a few words."""
 
 
-class Train(Task):
+class Train(RunKind):
     """`thinwire train`."""
 
     reserved = frozenset({"output", "name", "suffix", "overwrite", "resume", "requeue"})
@@ -122,7 +122,7 @@ class Train(Task):
         return f"{metric.replace('_', ' ')} {shown}, {sent}, {summary['seconds']:.0f} s"
 
 
-class Consensus(Task):
+class Consensus(RunKind):
     """`thinwire consensus` with one averager and one step size in each run."""
 
     reserved = frozenset({"json", "figure"})
@@ -188,7 +188,7 @@ class Consensus(Task):
         return f"{left}, {summary['target']:g} after {summary['bits_sent_to_target'] / 1e6:.3g} Mbit"
 
 
-TASKS: dict[str, Task] = {"train": Train(), "consensus": Consensus()}
+RUN_KINDS: dict[str, RunKind] = {"train": Train(), "consensus": Consensus()}
 """The tasks by the name of a sweep's `command`; the default is "train"."""
 
 

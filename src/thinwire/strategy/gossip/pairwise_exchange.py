@@ -36,7 +36,7 @@ MAX_REASON_BYTES = 10_000  # of the message with the reason why a worker stops
 DEFAULT_PACE_SECONDS = 0.1  # for a worker that has made fewer than two steps
 
 
-class Kind(IntEnum):
+class PairMessage(IntEnum):
     """The kinds of messages."""
 
     ASK = 1
@@ -145,7 +145,7 @@ class PairwiseExchange:
                 with contextlib.suppress(CommunicationError):
                     self._channel.send(
                         peer,
-                        Kind.FAILURE,
+                        PairMessage.FAILURE,
                         torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8, device="cpu"),
                     )
             if self._is_dropped:
@@ -159,22 +159,22 @@ class PairwiseExchange:
         was_told = False
         while not (self._is_finished and len(done) == len(self._partners) and sent is None):
             if self._is_finished and not was_told:
-                was_told = self._tell_all(Kind.FINISHED)
+                was_told = self._tell_all(PairMessage.FINISHED)
             if sent is None and self._has_stepped and self._begin_flight():
                 sent = self._ask()
             message = self._receive(self._partners, self._pace_seconds if self._is_finished and sent is None else None)
             if message is None:
                 # A worker that is done makes no more steps, and asks at the pace of its past ones.
                 self._has_stepped = self._has_stepped or (self._is_finished and self._state.published is not None)
-            elif message.kind == Kind.FINISHED:
+            elif message.kind == PairMessage.FINISHED:
                 done.add(message.source)
-            elif message.kind == Kind.ANSWER and sent is not None:
+            elif message.kind == PairMessage.ANSWER and sent is not None:
                 self._state.absorb(sent, self._vector(message))
                 sent = None
                 self._end_flight()
             else:
                 raise _unexpected(message)
-        self._tell_all(Kind.GOODBYE)
+        self._tell_all(PairMessage.GOODBYE)
 
     def _begin_flight(self) -> bool:
         """Whether this worker may ask now; if so, the message counts as in flight."""
@@ -195,7 +195,7 @@ class PairwiseExchange:
         if x is None:
             self._end_flight()
         else:
-            self._send(peer, Kind.ASK, x)
+            self._send(peer, PairMessage.ASK, x)
         return x
 
     def _serve_passive(self) -> None:
@@ -205,18 +205,18 @@ class PairwiseExchange:
             message = self._receive(left)
             if message is None:
                 pass
-            elif message.kind == Kind.ASK and all(one.source != message.source for one in asks):
+            elif message.kind == PairMessage.ASK and all(one.source != message.source for one in asks):
                 asks.append(message)
-            elif message.kind == Kind.FINISHED:
+            elif message.kind == PairMessage.FINISHED:
                 finished.add(message.source)
-            elif message.kind == Kind.GOODBYE and message.source in left:
+            elif message.kind == PairMessage.GOODBYE and message.source in left:
                 left.remove(message.source)
             else:
                 raise _unexpected(message)
             while asks and (x := self._state.answer(self._vector(asks[0]))) is not None:
-                self._send(asks.pop(0).source, Kind.ANSWER, x)
+                self._send(asks.pop(0).source, PairMessage.ANSWER, x)
             if self._is_finished and len(finished) == len(self._partners) and not was_told:
-                was_told = self._tell_all(Kind.FINISHED)
+                was_told = self._tell_all(PairMessage.FINISHED)
 
     def _vector(self, message: Message) -> Tensor:
         """The values of a message, which has as many as this worker."""
@@ -228,12 +228,12 @@ class PairwiseExchange:
             )
         return message.payload.view(layout.dtype)
 
-    def _tell_all(self, kind: Kind) -> bool:
+    def _tell_all(self, kind: PairMessage) -> bool:
         for peer in self._partners:
             self._send(peer, kind)
         return True
 
-    def _send(self, peer: int, kind: Kind, x: Tensor | None = None) -> None:
+    def _send(self, peer: int, kind: PairMessage, x: Tensor | None = None) -> None:
         try:
             with self._state.clock("send"):
                 self._channel.send(peer, kind, x)
@@ -246,7 +246,7 @@ class PairwiseExchange:
     def _receive(self, sources: list[int] | set[int], timeout_seconds: float | None = None) -> Message | None:
         with self._state.clock("wait"):
             message = self._channel.receive(sources, timeout_seconds)
-        if message is not None and message.kind == Kind.FAILURE:
+        if message is not None and message.kind == PairMessage.FAILURE:
             raise PeerFailed(bytes(message.payload.tolist()).decode(errors="replace"))
         if self._abort_reason is not None:
             raise PeerFailed(self._abort_reason)

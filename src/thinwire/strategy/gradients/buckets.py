@@ -23,7 +23,7 @@ BUCKET_BYTES = 10 * 2**20
 """The default size of a bucket."""
 
 
-class Launch(Protocol):
+class StartBucket(Protocol):
     """Starts to average one bucket: its gradients with their names, and whether it is the first and the last one.
 
     `buffer` is any tensor of the bucket; the result's future resolves to it.
@@ -37,11 +37,11 @@ class GradientBuckets:
 
     Args:
         parameters: with their names, in the order of the model.
-        launch: see `Launch`.
+        launch: see `StartBucket`.
         bucket_bytes: a bucket is full as soon as it holds this many bytes; smaller => more messages, sent earlier.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: Launch, bucket_bytes: int):
+    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: StartBucket, bucket_bytes: int):
         require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
         self._launch = launch
         self._buckets = _partition(parameters, bucket_bytes)

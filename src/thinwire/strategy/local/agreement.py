@@ -54,7 +54,7 @@ _LENGTH = struct.Struct("<q")
 log = logging.getLogger("thinwire")
 
 
-class Kind(IntEnum):
+class QuorumMessage(IntEnum):
     """The kinds of messages."""
 
     SHARE = 1
@@ -85,15 +85,15 @@ class Share(NamedTuple):
     message: Tensor
 
 
-class Round(NamedTuple):
-    """A committed round: its version, its shares in rank order, and the ranks of workers that are gone since the last one."""
+class CommittedRound(NamedTuple):
+    """Its version, its shares in rank order, and the ranks of workers that are gone since the last one."""
 
     version: int
     shares: list[Share]
     gone: list[int]
 
 
-class End(NamedTuple):
+class PhaseEnd(NamedTuple):
     """The end of a phase: its number, the last version of each fragment, and the ranks of the members."""
 
     phase: int
@@ -132,7 +132,10 @@ class Agreement:
         self._fragments = [_Log() for _ in range(num_fragments)]
         self._haves: dict[int, list[int]] = {rank: [0] * num_fragments for rank in self._members}
         self._done: dict[int, int] = {}  # the phase that each has ended
-        self._phase, self._ended = 0, End(0, [], [])  # the last phase whose rounds are taken, and that all have ended
+        self._phase, self._ended = (
+            0,
+            PhaseEnd(0, [], []),
+        )  # the last phase whose rounds are taken, and that all have ended
         self._alarms: list[tuple[float, int, Callable[[], None]]] = []  # a heap of what to do when
         self._alarmed, self._num_alarms = threading.Condition(self._lock), 0
         self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
@@ -156,7 +159,7 @@ class Agreement:
             self.speeds[self.rank] = self.speed
             payload = self._packed(Share(self.rank, fragment, log.sent, base, tokens, *blocks, message))
             for peer in self._others():
-                self._messenger.post(peer, Kind.SHARE, payload)
+                self._messenger.post(peer, QuorumMessage.SHARE, payload)
             self._keep(self._unpacked(payload)[0])  # a copy: the caller's buffers may change
             return Pending(self, fragment, log.sent, len(self._others()) * payload.numel())
 
@@ -166,7 +169,7 @@ class Agreement:
             self.speeds[self.rank] = self.speed
             self._tell(self._others(), {"is": "speed", "speed": self.speed})
 
-    def take(self, fragment: int, up_to: int | None = None) -> list[Round]:
+    def take(self, fragment: int, up_to: int | None = None) -> list[CommittedRound]:
         """The rounds of a fragment that this worker has not taken yet, in order."""
         with self._changed:
             rounds, taken = self._fragments[fragment].rounds, []
@@ -174,7 +177,7 @@ class Agreement:
                 taken.append(rounds.popleft())
             return taken
 
-    def drain(self) -> list[list[Round]]:
+    def drain(self) -> list[list[CommittedRound]]:
         """Make no more changes until all members have called it; wait for rounds of the others.
 
         Returns:
@@ -236,7 +239,7 @@ class Agreement:
             if self._error is not None or message.source not in self._members:
                 return
             try:
-                if message.kind == Kind.SHARE:
+                if message.kind == QuorumMessage.SHARE:
                     self._on_share(message)
                 else:
                     self._on_note(message.source, json.loads(bytes(message.payload.tolist())))
@@ -269,7 +272,7 @@ class Agreement:
         elif kind == "speed":
             self.speeds[source] = float(note["speed"])
         elif kind == "end" and source == self._leader:
-            self._ended = max(self._ended, End(*note["end"]))
+            self._ended = max(self._ended, PhaseEnd(*note["end"]))
             self._changed.notify_all()
         elif kind == "ask":
             self._asked(source, set(note["lost"]), set(note["left"]))
@@ -290,7 +293,7 @@ class Agreement:
     def _tell(self, peers: Iterable[int], note: dict[str, Any]) -> None:
         payload = torch.frombuffer(bytearray(json.dumps(note).encode()), dtype=torch.uint8)
         for peer in peers:
-            self._messenger.post(peer, Kind.NOTE, payload)
+            self._messenger.post(peer, QuorumMessage.NOTE, payload)
 
     def _packed(self, share: Share) -> Tensor:
         """A share as a message: the length of the head, the head, and the payload."""
@@ -361,7 +364,7 @@ class Agreement:
                 return
             log.have += 1
             gone = [rank for rank, number in shares if number == GONE]
-            log.rounds.append(Round(log.have, [self._store[key] for key in chosen], gone))
+            log.rounds.append(CommittedRound(log.have, [self._store[key] for key in chosen], gone))
             log.own_ready = max([log.own_ready, *(number for _, rank, number in chosen if rank == self.rank)])
         self._changed.notify_all()
 
@@ -375,7 +378,7 @@ class Agreement:
             self._decide_round(fragment)
         phase = self._ended.phase + 1
         if all(self._done.get(rank) == phase for rank in self._members):
-            self._ended = End(phase, [log.version for log in self._fragments], sorted(self._members))
+            self._ended = PhaseEnd(phase, [log.version for log in self._fragments], sorted(self._members))
             self._tell(self._others(), {"is": "end", "end": self._ended})
             self._changed.notify_all()
 
@@ -483,7 +486,7 @@ class Agreement:
             if share.worker not in self._members - self._lost:
                 payload = self._packed(share)
                 for peer in peers:
-                    self._messenger.post(peer, Kind.SHARE, payload)
+                    self._messenger.post(peer, QuorumMessage.SHARE, payload)
 
     def _knowledge(self, view: int, members: set[int]) -> dict[str, Any]:
         """All that a view of these members must agree on."""
@@ -528,7 +531,7 @@ class Agreement:
             for version, shares in enumerate(commits, first):
                 self._learn(fragment, version, shares)
         self._done |= {int(rank): int(phase) for rank, phase in note["done"]}
-        self._ended = max(self._ended, End(*note["ended"]))
+        self._ended = max(self._ended, PhaseEnd(*note["ended"]))
 
     def _install_view(self, note: Mapping[str, Any]) -> None:
         if note["view"] <= self._view:
@@ -585,7 +588,7 @@ class _Log:
 
     def __init__(self) -> None:
         self.first, self.have, self.sent, self.own_ready = 1, 0, 0, 0
-        self.rounds: deque[Round] = deque()  # that the training has not taken
+        self.rounds: deque[CommittedRound] = deque()  # that the training has not taken
         self.merged: dict[int, int] = {}  # the number of each worker's last share in a commit
         self.gone: set[int] = set()
         self.first_at: float | None = None  # of the next round: when its first share came, and when it closes

@@ -29,7 +29,7 @@ from ...average.robust.record import RuleState
 from ...clock import Clock
 from ...comm import Communicator
 from ...membership import State, nested, shared
-from .agreement import Agreement, Round
+from .agreement import Agreement, CommittedRound
 from .fragments import Fragment, offset
 from .quorum import Quorum, StepTimer, steps_of
 
@@ -249,7 +249,7 @@ class AsynchronousRounds:
         self.leases = leases
         leases.all_met(range(self._comm.size), self._most_ahead)
 
-    def _commit(self, fragment: Fragment, one: Round, apply: Callable[[Fragment], bool]) -> bool:
+    def _commit(self, fragment: Fragment, one: CommittedRound, apply: Callable[[Fragment], bool]) -> bool:
         """Merge the changes of one round, and end the round of this worker's own."""
         stale, shares = self._quorum.stale, one.shares
         late = [max(0, one.version - 1 - share.base) for share in shares]
@@ -282,7 +282,7 @@ class AsynchronousRounds:
             self.on_commit(fragment.committed_tokens)
         return is_finite
 
-    def _added(self, fragment: Fragment, one: Round) -> Merge:
+    def _added(self, fragment: Fragment, one: CommittedRound) -> Merge:
         """Sets the fragment's changes to a weighted sum of some shares."""
         messages, device = [share.message for share in one.shares], fragment.changes[0].device
         return lambda group, weights: self._averager.merge(

@@ -16,7 +16,7 @@ from .shards import is_sharded, local, reshard
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
-class Kind(NamedTuple):
+class ParameterKind(NamedTuple):
     """The properties of a parameter that an averager's state relies on. Every step compares them; errors show them as text.
 
     Example:
@@ -32,10 +32,10 @@ class Kind(NamedTuple):
         return f"{tuple(self.shape)} {self.dtype} on {self.device}"
 
 
-def kind_of(t: Tensor) -> Kind:
+def kind_of(t: Tensor) -> ParameterKind:
     """Shape, dtype and device of a tensor, or of the shard of it that this worker holds."""
     t = local(t)
-    return Kind(t.shape, t.dtype, t.device)
+    return ParameterKind(t.shape, t.dtype, t.device)
 
 
 def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParameters:

@@ -12,7 +12,7 @@ import thinwire as tw
 from thinwire.clock import Clock
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.step.blocks import BlockSteps
-from thinwire.lab.train.step.steps import Place
+from thinwire.lab.train.step.steps import Position
 
 CONFIG = RunConfig("digits", batch_size=32, accumulate=3, epochs=2, seed=5)
 NUM_BLOCKS = 1258 // 96
@@ -38,8 +38,8 @@ def every(results):
 
 @pytest.mark.parametrize("size", [1, 2, 5])
 def test_blocks_are_the_same_on_any_number_of_workers_and_from_a_checkpoint(size):
-    alone = every(run_threads(1, taken, None, Place()))
-    results = run_threads(size, taken, None, Place())
+    alone = every(run_threads(1, taken, None, Position()))
+    results = run_threads(size, taken, None, Position())
     together = every(results)
     assert len(alone) == 2 * NUM_BLOCKS and len(together) == size * -(-2 * NUM_BLOCKS // size)
     assert all(torch.equal(a, b) for a, b in zip(alone, together, strict=False))
@@ -47,9 +47,9 @@ def test_blocks_are_the_same_on_any_number_of_workers_and_from_a_checkpoint(size
     begins = [epoch for epoch, _ in results[0][0] if epoch is not None]
     assert begins[:2] == [0, 1] and results[0][3].num_steps == len(results[0][0]) == results[0][3].num_scheduled
 
-    _, position, place, _ = run_threads(size, taken, None, Place(), 3)[0]
-    assert place == Place(3, *divmod(3 * size, NUM_BLOCKS)[:1], 3 * size % NUM_BLOCKS * 96)
-    for start in ((position, Place()), (None, place)):
+    _, position, place, _ = run_threads(size, taken, None, Position(), 3)[0]
+    assert place == Position(3, *divmod(3 * size, NUM_BLOCKS)[:1], 3 * size % NUM_BLOCKS * 96)
+    for start in ((position, Position()), (None, place)):
         rest = every(run_threads(2, taken, *start))
         assert all(torch.equal(a, b) for a, b in zip(alone[3 * size :], rest, strict=False))
 

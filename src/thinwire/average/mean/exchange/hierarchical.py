@@ -35,7 +35,7 @@ from .base import Job, Stages, flatten, gather_messages, pack, split_like, unpac
 from .contract import Exchange, Load
 
 
-class Hierarchical(Exchange):
+class HierarchicalReduce(Exchange):
     """The result is `1/L sum_nodes C(mean of the node)`, for any codec."""
 
     word = "hierarchical"

@@ -5,14 +5,21 @@ from __future__ import annotations
 from .all_gather import AllGather
 from .all_reduce import AllReduce
 from .contract import Exchange, Load
-from .hierarchical import Hierarchical
+from .hierarchical import HierarchicalReduce
 from .hierarchical_sparse import HierarchicalSparse
 from .scatter_reduce import ScatterReduce
 from .sparse_reduce import SparseReduce
 
 EXCHANGES: dict[str, Exchange] = {
     exchange.word: exchange
-    for exchange in (AllReduce(), AllGather(), ScatterReduce(), SparseReduce(), Hierarchical(), HierarchicalSparse())
+    for exchange in (
+        AllReduce(),
+        AllGather(),
+        ScatterReduce(),
+        SparseReduce(),
+        HierarchicalReduce(),
+        HierarchicalSparse(),
+    )
 }
 """In this order "auto" prefers them where their prices are equal."""
 

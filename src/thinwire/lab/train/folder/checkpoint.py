@@ -50,7 +50,7 @@ from ..data import LOWER_IS_BETTER
 from ..results.meter import Meter
 from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
-from ..step.steps import START, Place
+from ..step.steps import START, Position
 from ..step.training import Training
 
 log = logging.getLogger("thinwire")
@@ -63,7 +63,7 @@ def save(
     meter: Meter,
     row: dict[str, Any],
     comm: Communicator,
-    origin: Place = START,
+    origin: Position = START,
     position: dict[str, Any] | None = None,
 ) -> bool:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
@@ -262,7 +262,7 @@ def describe(path: Path) -> dict[str, Any]:
             f"its workers are {workers!r}, expected their numbers",
         )
         require(_is_count(description["rounds"], 0), f"its rounds are {description['rounds']!r}, expected a number")
-        origin = Place(*description["origin"])
+        origin = Position(*description["origin"])
         require(
             all(_is_count(n, 0) for n in origin), f"its origin is {description['origin']!r}, expected three numbers"
         )
@@ -303,7 +303,7 @@ class Loaded(NamedTuple):
     step: int
     row: dict[str, Any]
     workers: int
-    origin: Place
+    origin: Position
     rounds: int
     digests: list[str] | None
     position: dict[str, Any] | None

@@ -7,7 +7,7 @@ from typing import Any
 
 from ....algorithm import require
 from ....comm.elastic.claims import MAX_NUMBER, MAX_ROUNDS
-from ..step.steps import START, Place
+from ..step.steps import START, Position
 
 DUE = ("row_is_due", "test_is_due", "save_is_due")
 
@@ -26,7 +26,7 @@ class RunState:
     """
 
     done: int = 0
-    origin: Place = START
+    origin: Position = START
     size: int = 1
     row: dict[str, Any] = field(default_factory=dict)
     aborted: int = 0
@@ -57,4 +57,4 @@ class RunState:
             f"impossible position in the run: step {sent['done']!r} of {sent['size']!r} workers, from {sent['origin']!r}",
         )
         known = {name: value for name, value in sent.items() if name in vars(self)}
-        vars(self).update(known | {"origin": Place(*sent["origin"])})
+        vars(self).update(known | {"origin": Position(*sent["origin"])})

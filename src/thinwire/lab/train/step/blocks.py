@@ -24,7 +24,7 @@ from ....sampler import Block, ElasticSampler
 from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Batch, Dataset, shard
-from .steps import Place, Step
+from .steps import Position, Step
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class BlockSteps:
         self._batches: Iterator[Batch] = iter(())
         self._plan: tuple[int, Any] = (-1, None)  # of an epoch
 
-    def load(self, position: dict[str, Any] | None, place: Place) -> None:
+    def load(self, position: dict[str, Any] | None, place: Position) -> None:
         """Go on from a checkpoint: from the sampler's position, or from the place of a run without blocks."""
         num_blocks = self.sampler.num_blocks
         assigned = place.epoch * num_blocks + min(place.examples // self._examples, num_blocks)
@@ -109,10 +109,10 @@ class BlockSteps:
         config, num_blocks = self._config, self.sampler.num_blocks
         return BlockCourse(step, self.sampler.num_assigned, num_blocks, size, config.epochs, config.max_steps)
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> Position:
         """The place in the run after `step` steps, for a checkpoint that goes on with a fixed number of workers."""
         epoch, blocks = divmod(self.sampler.num_assigned, self.sampler.num_blocks)
-        return Place(step, epoch, blocks * self._examples)
+        return Position(step, epoch, blocks * self._examples)
 
     def take(self, step: int, comm: Communicator, clock: Clock) -> Step | None:
         """The step after `step` steps, once the workers of its round are known; None if no block is left for this worker."""

@@ -3,7 +3,7 @@
 Everything here is a pure function of the configuration and the step's number. So a run that is resumed after any step
 continues with exactly the next batch.
 
-Other workers. The number of workers may change between two steps. The run then goes on from a `Place`: the examples of the
+Other workers. The number of workers may change between two steps. The run then goes on from a `Position`: the examples of the
 epoch that no worker has seen yet are split over the new workers. (Split unevenly or in order, workers go on at the same
 fraction of their new shares.) Steps are counted on; there are as many as the rest of the epochs has batches.
 """
@@ -43,7 +43,7 @@ class Step(NamedTuple):
     batches: list[Batch]
 
 
-class Place(NamedTuple):
+class Position(NamedTuple):
     """A place in the course of a run.
 
     Args:
@@ -57,7 +57,7 @@ class Place(NamedTuple):
     examples: int = 0
 
 
-START = Place()
+START = Position()
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ class Course:
         num_scheduled: steps of a whole run on this number of workers; learning rates follow the part of these that is done.
     """
 
-    origin: Place
+    origin: Position
     per_epoch: int
     rest: int
     per_step: int
@@ -97,18 +97,18 @@ class Course:
         later = step - self.origin.step - self.rest
         return (self.origin.epoch + 1) + later / self.per_epoch if self.origin.step else step / self.per_epoch
 
-    def place(self, step: int) -> Place:
+    def place(self, step: int) -> Position:
         """The place after `step` steps."""
         epoch, position = self.epoch_of(step)
         first = self.origin.examples if epoch == self.origin.epoch else 0
-        return Place(step, epoch, first + position * self.per_step)
+        return Position(step, epoch, first + position * self.per_step)
 
     def scheduled(self, step: int) -> int:
         """How many of the `num_scheduled` steps are done after `step` steps."""
         return max(0, self.num_scheduled - (self.num_steps - step))
 
 
-def course(config: RunConfig, data: Dataset, size: int, origin: Place = START) -> Course:
+def course(config: RunConfig, data: Dataset, size: int, origin: Position = START) -> Course:
     """The course of the run on `size` workers from a place on.
 
     Raises:
@@ -134,7 +134,7 @@ def steps(
     comm: Communicator,
     done: int = 0,
     clock: Clock | None = None,
-    origin: Place = START,
+    origin: Position = START,
 ) -> Iterator[Step]:
     """Yield the steps after the first `done`; the last one ends an epoch, even a partial one.
 
