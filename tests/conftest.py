@@ -34,24 +34,6 @@ LocalWorld.run = one_core()(LocalWorld.run)
 messages.is_configured = lambda: False
 
 
-# The slowest files come first, so that no process begins one of them when the other has nothing left to do.
-SLOWEST = (
-    "lab/train/folder/test_checkpoint.py",
-    "integrations/test_trainers.py",
-    "strategy/test_gossip_processes.py",
-    "codec/test_adaptive.py",
-    "lab/recipes/test_recipes.py",
-    "lab/cli/test_cli.py",
-    "test_tutorial.py",
-    "lab/cli/test_new_method.py",
-    "lab/train/start/test_launch.py",
-    "lab/train/run/test_determinism.py",
-    "test_docs.py",
-    "lab/report/test_report_page.py",
-    "lab/sweep/test_sweep.py",
-)
-
-
 # What lies outside of the library and its command line; `make test` leaves it out.
 INTEGRATION = (
     "gpu/test_commands.py",
@@ -70,17 +52,15 @@ INTEGRATION = (
 
 
 def pytest_collection_modifyitems(items) -> None:
-    """Order the files, mark those of integrations, and choose what the fork server imports.
+    """Mark the tests of integrations, and choose what the fork server imports.
 
     Spare the garbage collector the modules and the tests. The library asks the fork server for less in some tests, and the
     first to ask would win.
     """
-    places = {name: place for place, name in enumerate(SLOWEST)}
     tests = Path(__file__).parent
     for item in items:
         if os.path.relpath(item.path, tests) in INTEGRATION:
             item.add_marker("integration")
-    items.sort(key=lambda item: places.get(os.path.relpath(item.path, tests), len(SLOWEST)))
     from helpers.spawn import PRELOADED
 
     preloaded = list(PRELOADED)
