@@ -1,4 +1,4 @@
-"""The import law of the house, read from the imports themselves; and documented public names."""
+"""Which package may import which, read from the imports themselves; and documented public names."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ CORE_NEEDS = {"torch", "numpy", "thinwire"}
 
 
 @cache
-def rooms() -> list[tuple[Path, str]]:
+def modules() -> list[tuple[Path, str]]:
     found = []
     for path in sorted(SOURCE.rglob("*.py")):
-        room = room_of(path.relative_to(SOURCE).with_suffix("").parts)
-        if room not in ("__init__", "lab.__init__"):
-            found.append((path, room))
+        package = package_of(path.relative_to(SOURCE).with_suffix("").parts)
+        if package not in ("__init__", "lab.__init__"):
+            found.append((path, package))
     return found
 
 
-def room_of(parts: tuple[str, ...]) -> str:
+def package_of(parts: tuple[str, ...]) -> str:
     return ".".join(parts[:2]) if parts[0] == "lab" else parts[0]
 
 
@@ -86,15 +86,15 @@ def imports(path: Path) -> list[tuple[str, bool]]:
 
 def test_nothing_imports_upwards():
     wrong = []
-    for path, room in rooms():
+    for path, package in modules():
         for name, _ in imports(path):
             parts = tuple(name.split("."))
             if parts[0] != "thinwire" or len(parts) < 2:
                 continue
-            imported = room_of(parts[1:])
-            if imported not in FLOORS or imported == room:
+            imported = package_of(parts[1:])
+            if imported not in FLOORS or imported == package:
                 continue
-            if FLOORS[imported] >= FLOORS[room] and (room, imported) not in SAME_FLOOR:
+            if FLOORS[imported] >= FLOORS[package] and (package, imported) not in SAME_FLOOR:
                 wrong.append(f"{path.relative_to(SOURCE)} imports {name}")
     assert not wrong, wrong
 
@@ -109,18 +109,18 @@ def test_the_packages_of_training_have_an_order():
 
 
 def test_the_library_imports_nothing_of_the_lab():
-    for path in [path for path, room in rooms() if room in LIBRARY] + [SOURCE / "__init__.py"]:
+    for path in [path for path, package in modules() if package in LIBRARY] + [SOURCE / "__init__.py"]:
         assert not [name for name, _ in imports(path) if name.startswith("thinwire.lab")], path
 
 
-def test_every_room_has_its_floor():
-    assert {room for _, room in rooms()} <= FLOORS.keys()
+def test_every_package_has_its_floor():
+    assert {package for _, package in modules()} <= FLOORS.keys()
 
 
 def test_only_comm_and_the_launcher_import_torch_distributed():
     users = {
         str(path.relative_to(SOURCE))
-        for path, _ in rooms()
+        for path, _ in modules()
         if any(name == "torch.distributed" or name.startswith("torch.distributed.") for name, _ in imports(path))
     }
     others = (
@@ -137,8 +137,8 @@ def test_only_comm_and_the_launcher_import_torch_distributed():
 def test_only_the_gradient_strategy_and_the_checks_of_models_know_ddp():
     users = {
         str(path.relative_to(SOURCE))
-        for path, room in rooms()
-        if room in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
+        for path, package in modules()
+        if package in LIBRARY and any("DistributedDataParallel" in name for name, _ in imports(path))
     }
     assert users == {"strategy/gradients/compression.py", "strategy/model/ddp.py"}
 
@@ -146,13 +146,13 @@ def test_only_the_gradient_strategy_and_the_checks_of_models_know_ddp():
 def test_the_core_needs_torch_and_numpy_alone():
     import sys
 
-    for path, room in rooms():
-        if room in LIBRARY and room != "integrations":  # each of these needs the package of its trainer
+    for path, package in modules():
+        if package in LIBRARY and package != "integrations":  # each of these needs the package of its trainer
             for name, top in imports(path):
-                package = name.split(".")[0]
+                needed = name.split(".")[0]
                 # Optional parts (networkx, matplotlib) may be imported where they are used.
                 needs = CORE_NEEDS | ({"triton"} if path.parent == SOURCE / "kernels" / "triton" else set())
-                assert not top or package in needs or package in sys.stdlib_module_names, f"{path}: {name}"
+                assert not top or needed in needs or needed in sys.stdlib_module_names, f"{path}: {name}"
 
 
 PACKAGES = (tw.average, tw.codec, tw.comm, tw.memory, tw.schedule, tw.strategy, tw.topology)

@@ -20,7 +20,7 @@ A committed round says from how many blocks each change was made; then the lease
 No lease goes beyond the epoch. A worker that has no block left waits for the others (`synchronize`). What was given back
 meanwhile is assigned anew then, in the same epoch.
 
-The state of the sampler is shared: whoever joins gets it from a live worker, and a checkpoint holds it.
+The state of the sampler is shared: a worker that joins gets it from a live one, and a checkpoint holds it.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ for the work, at the end of a round.
 Memory. What is allocated inside of these contexts belongs to the work stream, which is the only one to use it, so it may be
 freed at any time. Tensors of the training stream that the work uses must be kept until `join`.
 
-In main memory none of this does anything.
+For tensors in main memory all of this does nothing.
 """
 
 from __future__ import annotations
@@ -91,12 +91,12 @@ def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
 
 
 def hand_over(tensor: torch.Tensor) -> torch.cuda.Event | None:
-    """Before another thread reads a tensor: an event behind the work that made it; None in main memory."""
+    """Record an event after the work that made a tensor, for a thread that reads it next; None in main memory."""
     return torch.cuda.current_stream(tensor.device).record_event() if has_streams(tensor.device) else None
 
 
 def take_over(tensor: torch.Tensor, made: torch.cuda.Event | None) -> None:
-    """In the thread that reads it: let the current stream wait for `hand_over`'s event, and keep the memory until then."""
+    """In the thread that reads a tensor: make the current stream wait for `hand_over`'s event, and keep the memory for it."""
     if made is not None:
         stream = torch.cuda.current_stream(tensor.device)
         stream.wait_event(made)
@@ -109,7 +109,7 @@ def refuse_capture(device: torch.device) -> None:
     A graph replays kernels only: no threads, no messages, and no uploads of random keys or tables of addresses.
 
     Raises:
-        ValueError: it is.
+        ValueError: a graph is being captured.
     """
     if has_streams(device) and torch.cuda.is_current_stream_capturing():
         raise ValueError(
@@ -124,7 +124,7 @@ def has_streams(device: torch.device) -> bool:
 
 
 def uploaded(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """A new tensor of numbers on a device; no host waits for the upload to a GPU.
+    """A new tensor of numbers on a device; the host does not wait for the upload to a GPU.
 
     Example:
         >>> uploaded(torch.device("cpu"), [[1, 2], [3, 4]])

@@ -18,7 +18,7 @@ def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **opt
     """Average the gradients of a prepared model, and keep the memory of all workers in `accelerator.save_state`.
 
     Args:
-        accelerator: that prepared the model.
+        accelerator: the one that prepared the model.
         model: what `accelerator.prepare` returned: a model in DDP.
         averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
         options: further arguments of `compress_gradients`.
@@ -48,10 +48,10 @@ def log(accelerator: Accelerator, strategy: Attachment, values: dict[str, Any], 
     """Log `values`, with bytes and waiting time beside them, to the accelerator's trackers, and show them in a progress bar.
 
     Args:
-        accelerator: whose trackers to log to; it needs `log_with=...` and `init_trackers`.
+        accelerator: has the trackers; it needs `log_with=...` and `init_trackers`.
         strategy: what `attach` returned.
-        values: what to log besides.
-        step: of the training.
+        values: such as the loss.
+        step: the number of the training step.
         bar: a progress bar of tqdm, such as `accelerate.utils.tqdm` makes; None for none.
     """
     accelerator.log(values | numbers(strategy), step=step)

@@ -73,9 +73,9 @@ class Quantizer:
 
 @dataclass(frozen=True, eq=False)
 class Quantizers:
-    """A quantizer for each segment. Their payload is that of each distinct quantizer, for all its segments, in this order.
+    """A quantizer for each segment. The payload has one part for each distinct quantizer, in order, with all its segments.
 
-    Two of them are equal only if they are the same object, so that what follows from one is cheap to cache.
+    Equality is identity, which makes an object a cheap key of a cache.
 
     Args:
         distinct: the quantizers.
@@ -148,12 +148,11 @@ def encode(
         xs: segments of float32.
         out: uint8 of `quantizer.nbytes(...)` bytes, written: all scales, then all codes.
         keys: one 64-bit key per segment; the element's position in its segment is the counter.
-        quantizer: the levels and the buckets; of all segments, or one for each.
+        quantizer: the levels and the buckets: one quantizer for all segments, or one for each.
         residuals: where given, `x - value` is written here; may be `xs` itself.
 
-    A non-finite element makes its whole bucket decode to non-finite values, and so does, with one step, a scale above
-    0x1.fffp126, whose residuals could overflow. Scales below 2^-118 (2^-110 for more than
-    255 steps) are sent as 0.
+    A bucket with a non-finite element decodes to non-finite values. With one step, so does a bucket with a scale above
+    0x1.fffp126, because its residuals could overflow. Scales below 2^-118 (2^-110 for more than 255 steps) are sent as 0.
 
     Raises:
         ValueError: if a buffer has the wrong kind or size.
@@ -214,7 +213,7 @@ def decode_sum(
 
 
 def check_buckets(bits: int, bucket_size: int, norm: str) -> None:
-    """Raise ValueError unless bits are 1 to 16, buckets have elements, and there is such a norm."""
+    """Raise ValueError unless `bits` is 1 to 16, `bucket_size` is in its range, and `norm` is "max" or "l2"."""
     if not 1 <= bits <= 16:
         raise ValueError(f"bits: expected 1 to 16, got {bits}")
     check_bucket_size(bucket_size)

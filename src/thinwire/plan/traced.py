@@ -141,7 +141,7 @@ class TracedCommunicator(Communicator):
 
 
 class _TracedBackground(Background):
-    """A call begins when it is submitted and those before it have ended; whoever waits for it goes on when it has ended."""
+    """A call begins when it is submitted and those before it have ended; threads that wait for it go on when it has ended."""
 
     def __init__(self, comm: TracedCommunicator, name: str):
         super().__init__(name)

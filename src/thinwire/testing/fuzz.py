@@ -18,7 +18,7 @@ from .. import kernels
 from ..codec import Codec, Key, Selection
 
 SHAPES = [torch.Size(shape) for shape in ((300,), (0,), (1,), (13, 5))]
-GUARD, GAP = 3.0, 16  # what lies between the outputs, and how much of it
+GUARD, GAP = 3.0, 16  # value and number of the guard elements between two outputs
 KEYS = [Key(seed=5, stream=i) for i in range(len(SHAPES))]
 # Infinities, NaN, numbers that are almost too large or too small, and integers at the ends of their range.
 WORDS = np.array(
@@ -34,20 +34,20 @@ def fuzz_codec(codec: Codec, num_inputs: int, seed: int = 0, num_compared: int =
     """Decode damaged payloads, and check that each is refused or decoded, and that nothing else happens.
 
     A refusal is a ValueError that names the codec. `decode_add`, `decode_sum` and `support` are called with every
-    payload. Elements beside the outputs stay as they are, `decode_sum` tells whether its result is finite, and it refuses
-    what `decode_add` refuses.
+    payload. Guard elements around the outputs must stay as they are. `decode_sum` must tell whether its result is finite,
+    and refuse the payloads that `decode_add` refuses.
 
     Args:
         codec: the codec to check.
         num_inputs: how many damaged payloads to try.
         seed: chooses the damage.
-        num_compared: how many of the first inputs the reference kernels, which are slow, must treat in the same way.
+        num_compared: how many of the first inputs are also decoded by the reference kernels, which are slow and must agree.
 
     Returns:
         How many payloads were refused.
 
     Raises:
-        AssertionError: the codec does something else; the message has the number of the input.
+        AssertionError: the codec does something else; the message has the input's number and seed.
 
     Example:
         >>> import thinwire as tw
@@ -106,7 +106,7 @@ def _check_reference(codec: Codec, payload: Tensor, expected: list[Tensor], refu
     outs = [torch.full(shape, GUARD, device="cpu") for shape in SHAPES]
     with kernels.use_backend("reference"):
         same = _refuses(lambda: codec.decode_add(payload, outs, 0.5, KEYS), codec, where) == refused
-    assert same, f"{where}: one of the kernels and their reference refuses it"
+    assert same, f"{where}: the kernels and their reference disagree on whether to refuse it"
     if not refused:
         for a, b in zip(outs, expected, strict=True):
             assert bool(((a == b) | (a.isnan() & b.isnan())).all()), f"{where}: the reference decodes other numbers"

@@ -28,14 +28,14 @@ class Clipping(State):
 
     Attributes:
         tau: the bound.
-        dropped: neighbour -> norm of what was dropped of its difference, infinity if it was left out.
+        dropped: neighbour -> norm of the clipped part of its difference; infinity if the neighbour was left out.
     """
 
     tau: float = restart(default=0.0)
     dropped: dict[int, float] = pending(default_factory=dict)
 
     def diagnostics(self) -> dict[str, float]:
-        """The bound, and what was dropped of each neighbour's difference."""
+        """The bound, and for each neighbour the norm of the clipped part of its difference."""
         return {"tau": self.tau} | {f"clipped/{peer}": norm for peer, norm in self.dropped.items()}
 
 
@@ -44,13 +44,13 @@ class ClippedGossip(GossipAverager):
     """`x_i <- x_i + sum_j P_ij clip(x_j - x_i, tau_i)`, uncompressed, with `clip(u, tau) = u min(1, tau / |u|)`.
 
     A worker moves towards each neighbour by at most `P_ij tau_i`. A neighbour whose values are not finite is left out.
-    `averager.diagnostics(state)` shows the bound and what was dropped. Neighbours clip unequally, so a round does not keep the
+    `averager.diagnostics(state)` shows the bound and what was clipped. Neighbours clip unequally, so a round does not keep the
     mean over workers exactly. Bytes are those of `Mix`, 4n to each neighbour.
 
     Args:
         topology: who talks to whom, with which weights; doubly stochastic, and not hierarchical.
-        tau: the bound; infinity gives `Mix`. None takes the largest distance to a neighbour but for the `faulty` largest ones,
-            in each round.
+        tau: the bound; infinity gives `Mix`. None takes, in each round, the largest distance to a neighbour after leaving out
+            the `faulty` largest.
         faulty: with `tau=None`, how many of a worker's neighbours may be wrong; each worker needs more neighbours than that.
 
     Raises:
@@ -122,7 +122,7 @@ class ClippedGossip(GossipAverager):
         return arrive
 
     def _factors(self, clipping: Clipping, own: Tensor, received: dict[int, Tensor]) -> dict[int, float]:
-        """What to multiply the difference of each neighbour by; those that are not finite are left out."""
+        """The factor of each neighbour's difference. Neighbours whose values are not finite are left out."""
         norms = [norms_of((theirs - own)[None]).view(1) for theirs in received.values()]
         found: list[float] = torch.cat(norms).tolist() if norms else []
         distances = {peer: d if math.isfinite(d) else math.inf for peer, d in zip(received, found, strict=True)}

@@ -27,12 +27,12 @@ def dgc(
     """Deep Gradient Compression as one averager: `Mean(TopK(GeometricWarmup(ratio)), MomentumCorrection(...))`.
 
     Each worker sends the largest `ratio` of the coordinates of its velocity `v = v + u`, `u = m u + g`, of every
-    tensor of two or more dimensions. Momentum is applied here, so the optimizer must have none: give `DGCSGD`, or
-    `torch.optim.SGD` without momentum. At ratio 1 all tensors travel dense and it is momentum SGD.
+    tensor of two or more dimensions. Momentum is applied here, so the optimizer must have none: use `DGCSGD`, or
+    `torch.optim.SGD` without momentum. At ratio 1 all tensors travel dense, and the method is momentum SGD.
 
-    Steps and bytes per worker and step: those of the exchange. By default 1 step and (W-1)(p + d) bytes: d = 4 bytes
-    for each element that travels dense, and at ratio 0.001 p = k (4 + 12/8) bytes for the k = ratio * n others; with
-    `bits` p = k (bits + 12)/8 and the scales.
+    Steps and bytes per worker and step: those of the exchange. By default 1 step and (W-1)(p + d) bytes. d is 4 bytes
+    for each element that travels dense. Of n other elements, k = ratio * n are sent: at ratio 0.001, p = k (4 + 12/8)
+    bytes; with `bits`, p = k (bits + 12)/8 bytes and the scales.
 
     Args:
         ratio: fraction of the coordinates that is sent after the warm-up; lower => smaller messages. A number above 1
@@ -41,10 +41,10 @@ def dgc(
         momentum: m, in [0, 1).
         nesterov: whether momentum is Nesterov's.
         masking: whether momentum becomes 0 at every coordinate that was sent.
-        warmup_epochs: over how many epochs the ratio falls from 1; call `handle.set_epoch(epoch)` as each begins, or
-            the ratio stays that of epoch 0.
-        clip: how a worker clips its gradients first, such as `ClipByNorm(1.0)`; None does not.
-        bits: where given, values are sent in so many bits each, `QSGD(bits)`.
+        warmup_epochs: number of epochs in which the ratio falls from 1; call `handle.set_epoch(epoch)` at the start of
+            each, or the ratio stays at that of epoch 0.
+        clip: how a worker clips its own gradients first, such as `ClipByNorm(1.0)`; None => no clipping.
+        bits: where given, the number of bits in which each value is sent, `QSGD(bits)`.
         values: where given, the type in which values are sent: "float16" as in the original, "bfloat16" or an 8-bit
             float, `Cast(values)`. Without `bits` and `values` they are float32.
         sample: where given, the threshold is estimated from this fraction of the elements, as published (0.01 there);

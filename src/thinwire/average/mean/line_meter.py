@@ -1,18 +1,18 @@
-"""What a worker sees of the line: how fast messages travel, how much time a step leaves them, and how long it waits.
+"""Measures a worker's line: how fast messages travel, how much time a step leaves them, and how long the worker waits.
 
-A round sends messages i of b_i bytes at the times t_i; those of all workers are there at a_i. The worker waits for q seconds
-in all, q_i of them before t_i. Without them it would have needed the last message at e = a_n - q. A message without bytes
-takes L seconds. Bytes of messages i to k travel between t_i and a_k, so the line carries at least
+A round sends message i, of b_i bytes, at time t_i. The messages i of all workers have arrived at a_i. The worker waits q
+seconds in all, q_i of them before t_i. Without waiting it would have needed the last message at e = a_n - q. A message
+without bytes takes L seconds. The bytes of messages i to k travel between t_i and a_k, so the line carries at least
 
     rate  >=  (b_i + ... + b_k) / (a_k - t_i - L)        for all i <= k
 
-and the largest of these is taken: what disturbs a message makes its own bound smaller. It is the rate of the line where the
-worker waits. Where it does not, messages are there before it looks, and the bound may be far too small. f times the bytes of
-a round are there w seconds after e, at most, if
+The largest of these bounds is taken, because a disturbance of a message makes its own bound smaller. It is the line's rate if
+the worker waits. If not, messages have arrived before the worker looks, and the bound may be far too small. With f times its
+bytes, a round ends at most w seconds after e if
 
     f  <=  rate (e + w - (t_i - q_i)) / (b_i + b_(i+1) + ...)        for all i
 
-The least over a few rounds counts: what disturbs computation makes it longer.
+The least f of a few rounds counts, because a disturbance of computation makes f larger.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from typing import NamedTuple
 
 from ...codec.adaptive.base import LineMeasurement
 
-_REMEMBERED = 4  # of the latest latencies, whose least counts
+_REMEMBERED = 4  # number of latest latencies, whose minimum counts
 
 
 class SentMessage(NamedTuple):
-    """When a message was sent and when those of all workers were there, in seconds; its bytes; how many collectives, one
-    after the other, carried it; and how long the worker had waited in all when it was sent."""
+    """When a message was sent, and when those of all workers had arrived, in seconds; its bytes; the number of collectives,
+    one after another, that carried it; and how long the worker had waited in all when it was sent."""
 
     sent: float
     arrived: float
@@ -47,7 +47,7 @@ class LineMeter:
         >>> meter.begin_round(waited=0.0, now=0.0)
         >>> meter.add(SentMessage(sent=1.0, arrived=3.0, num_bytes=200))  # 100 bytes a second
         >>> meter.commit()
-        >>> meter.begin_round(waited=1.0)  # it was wanted at 2.0
+        >>> meter.begin_round(waited=1.0)  # it was needed at 2.0
         >>> meter.take(wait_share=0.5, now=4.0)  # may wait for 2 s: 3 s are there for 200 bytes
         LineMeasurement(rate=100.0, slack=0.015, waited=0.5)
     """
@@ -55,7 +55,7 @@ class LineMeter:
     def __init__(self) -> None:
         self._messages: list[SentMessage] = []
         self._rate = 0.0
-        self._left: list[tuple[float, int]] = []  # of each message: seconds until the last is wanted, bytes from it on
+        self._left: list[tuple[float, int]] = []  # of each message: seconds until the last is needed, bytes from it on
         self._waits: list[float] = []  # of each round, without latency
         self._latencies: deque[float] = deque(maxlen=_REMEMBERED)
         self._committed = False
@@ -83,7 +83,7 @@ class LineMeter:
         self._messages, self._committed, self._waited = [], False, waited
 
     def begin_round(self, waited: float, now: float | None = None) -> None:
-        """Look at the round before, once it is committed.
+        """Evaluate the previous round, if it was committed.
 
         Args:
             waited: seconds that this worker has waited for others so far.
@@ -95,7 +95,7 @@ class LineMeter:
         messages, latency = sorted(self._messages), min(self._latencies, default=0.0)
         if messages:
             waits = waited - self._waited
-            wanted = max(message.arrived for message in messages) - waits
+            needed = max(message.arrived for message in messages) - waits
             after = 0
             for i in reversed(range(len(messages))):
                 total = 0
@@ -104,19 +104,19 @@ class LineMeter:
                     seconds = last.arrived - messages[i].sent - last.steps * latency
                     self._rate = max(self._rate, total / max(seconds, 1e-9))
                 after += messages[i].num_bytes
-                self._left.append((wanted - messages[i].sent + max(0.0, messages[i].waited - self._waited), after))
+                self._left.append((needed - messages[i].sent + max(0.0, messages[i].waited - self._waited), after))
             self._waits.append(max(0.0, waits - max(message.steps for message in messages) * latency))
         self._messages, self._committed, self._waited = [], False, waited
 
     def take(self, wait_share: float, now: float | None = None) -> LineMeasurement:
-        """What was seen since the last call.
+        """The measurement since the last call.
 
         Args:
-            wait_share: of the time of a round that may be waited.
+            wait_share: the share of a round's time that the worker may wait.
             now: by the clock of `time.perf_counter`.
 
         Returns:
-            NaN for all if there was no round.
+            All NaN if there was no round.
         """
         now = time.perf_counter() if now is None else now
         line = LineMeasurement(math.nan, math.nan, math.nan)

@@ -19,7 +19,7 @@ Limit = timedelta | None
 class ThinwireWork(dist.Work):
     """One collective of a process group.
 
-    Whoever waits first finishes it, in its own thread. A future, or a time limit, needs a thread of its own, because a callback
+    The first thread that waits finishes it. A future, or a time limit, needs a thread of its own, because a callback
     of a future may wait for the next collective.
 
     Args:

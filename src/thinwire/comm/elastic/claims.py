@@ -155,7 +155,7 @@ def _weight(group: list[Claim]) -> tuple[int, int, Version, int]:
 
 
 def _connectable(claims: list[Claim]) -> tuple[list[Claim], dict[str, Claim]]:
-    """Leave out whoever lacks most connections, until all that are left reach each other."""
+    """Leave out the worker that lacks most connections; repeat until all that are left reach each other."""
     left, unreached = list(claims), dict[str, Claim]()
     while True:
         broken = {claim.id: [o for o in left if _lack_connection(claim, o)] for claim in left}

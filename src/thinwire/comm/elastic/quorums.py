@@ -2,7 +2,7 @@
 
 Workers send heartbeats, and ask for a round. All that ask get the same answer, once there is a quorum:
 
-    1. all workers of the last quorum ask, whoever else does
+    1. all workers of the last quorum ask, with or without others
     2. all that live ask, and they are at least `min_workers`
     3. more than half of those that live ask, so that no two quorums are there at once, and at least `min_workers`; and the
        first one asked `join_seconds` ago

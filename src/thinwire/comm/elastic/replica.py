@@ -4,7 +4,7 @@
     process r    connects with process r of the other workers, averages its shard with theirs, and is healed from theirs
 
 They take part in a round together or not at all. Where a part of it can fail on one of them alone, they tell each other
-whether it did. If one of them dies, the others raise `LeftOut`, so that whoever started them starts all of them again.
+whether it did. If one of them dies, the others raise `LeftOut`, so that their launcher starts all of them again.
 """
 
 from __future__ import annotations

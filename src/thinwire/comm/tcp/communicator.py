@@ -405,7 +405,7 @@ class TcpCommunicator(Communicator):
         return lambda: [wait() for wait in in_order]
 
     def _start_pair(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
-        """Between two workers: both have the whole tensors, and whoever waits combines them."""
+        """Between two workers: both have the whole tensors, and the thread that waits combines them."""
         peer, theirs = 1 - self.rank, self._spare.take(tensor)
         wait = self._start_exchange({peer: tensor}, {peer: theirs})
 

@@ -93,7 +93,7 @@ class Tagged:
         return lambda: self._wait(operation)
 
     def start_receive_any(self, memory: Tensor, tag: int, source: list[int]) -> Callable[[], Any]:
-        """Receive from whoever sends first; `source` gets its rank."""
+        """Receive from the first peer that sends; `source` gets its rank."""
         waiting = self._any.setdefault(tag, Background("thinwire-any"))
 
         def receive() -> None:

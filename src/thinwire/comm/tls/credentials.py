@@ -1,7 +1,7 @@
-"""Who a worker is, and whom it believes: a folder of keys that the run's own certificate authority (CA) has signed.
+"""A worker's identity, and the authority that it trusts: a folder of keys signed by the run's own certificate authority (CA).
 
     certificate.pem   this worker's certificate, and key.pem, its private key
-    authority.pem     the certificate of the run's CA: whoever it has signed belongs to the run
+    authority.pem     the certificate of the run's CA: workers that it has signed belong to the run
     revoked.pem       certificates that the CA has taken back (a CRL); absent while there are none
     address           "host:port" at which the run's workers meet; absent on a run of one machine
 

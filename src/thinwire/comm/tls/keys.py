@@ -2,7 +2,7 @@
 
 `new_run` makes a folder with a CA and a first worker. Another worker gets its certificate with a *join token*: the run's
 name, an address, the SHA-256 of the CA's certificate, a secret that is good for one worker, and when it ends. The token
-travels by hand; whoever has it can join the run once. Then, over TLS:
+travels by hand; its holder can join the run once. Then, over TLS:
 
     worker -> CA    its name, a request for a certificate (CSR), and HMAC-SHA-256 of both, keyed by the secret
     CA -> worker    its certificate, the CA's certificate, and the list of revoked ones

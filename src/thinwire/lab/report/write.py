@@ -58,8 +58,8 @@ def write_report(
         title: the page's heading.
         made_by: name and version of the program, for the page.
         metric: key of the metric for comparing methods; by default the first test metric.
-        group: fields of the configuration that make a method; by default all that differ, except the seed.
-        names: the text of a value in labels -> the text to show instead.
+        group: fields of the configuration that tell methods apart; by default all that differ, except the seed.
+        names: maps the text of a value in labels to the text to show instead.
 
     Raises:
         ValueError: no run, no such metric, field or name, or a folder that cannot be written.

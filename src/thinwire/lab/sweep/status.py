@@ -7,6 +7,7 @@
     waiting     none of these
 
 The lock is a file that the run's process holds with `flock`: the system lets go of it however the process ends.
+`filelock` cannot replace it: its locks are exclusive, so two processes that look at a run at once would each see it running.
 """
 
 from __future__ import annotations

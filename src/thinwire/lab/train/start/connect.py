@@ -124,7 +124,7 @@ def warn_if_open(credentials: Credentials | None, is_first: bool) -> None:
     host = own_address()[1]
     if is_first and credentials is None and not ipaddress.ip_address(host).is_loopback:
         log.warning(
-            f"connections at {host} are not encrypted, and whoever reaches them can take part; use a network of your "
+            f"connections at {host} are not encrypted, and anyone who reaches them can take part; use a network of your "
             "own machines only, or --credentials (see thinwire keys)"
         )
 

@@ -49,9 +49,8 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
 
         def start(place: int, is_restart: bool) -> BaseProcess:
             arguments = (place, config, folder, store.port, callbacks, lighthouse, is_restart)
-            process = context.Process(
-                target=work, args=arguments
-            )  # no daemon: it starts data loaders, which are processes
+            # Not a daemon, because it starts data loaders, which are processes.
+            process = context.Process(target=work, args=arguments)
             with for_children(config):
                 _start(process)
             return process
@@ -68,7 +67,7 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
 
 
 def _start(process: BaseProcess, seconds: float = 10.0) -> None:
-    """Start a process; a fork server that was killed just now refuses or hangs up, until its end is seen and another starts."""
+    """Start a process; try again while a fork server that was just killed refuses or hangs up, until another has started."""
     deadline = time.monotonic() + seconds
     while True:
         try:
@@ -85,13 +84,13 @@ def for_children(config: RunConfig) -> Iterator[None]:
 
     Workers unblock the signals when their handlers are ready. The fork server never does, so SLURM's signals cannot end it.
     """
-    ours = {"OMP_NUM_THREADS": str(config.threads)}
+    variables = {"OMP_NUM_THREADS": str(config.threads)}
     # Hides C++ warnings about lost connections: the exception has the reason.
-    ours["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    before = {name: os.environ.get(name) for name in ours}
+    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    before = {name: os.environ.get(name) for name in variables}
     resource_tracker.ensure_running()  # starting it later would unblock signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ.update(ours)
+    os.environ.update(variables)
     try:
         yield
     finally:

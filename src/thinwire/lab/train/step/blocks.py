@@ -1,12 +1,11 @@
-"""The steps of a run whose data are assigned as it goes: every block of an epoch is committed once, whoever comes and goes.
+"""The steps of a run whose data are assigned as it goes: every block of an epoch is committed once, though workers come and go.
 
 A block is the batches of one worker's step. An `ElasticSampler` assigns one to each worker of a step, in an order that the
 seed and the epoch choose. The content of a block follows from the seed alone, whichever worker has it. The blocks of a worker
 that dies before its round is committed are assigned again, first. An epoch ends with the step that commits the last of its
 blocks. It has as many blocks as the data fill; the examples that are left over differ from epoch to epoch.
 
-With a quorum, workers take blocks as fast as they are. A step of the run is then one of all workers together: as many committed
-blocks as there are workers.
+With a quorum, workers take blocks at their own speed. A step of the run is then as many committed blocks as there are workers.
 """
 
 from __future__ import annotations
