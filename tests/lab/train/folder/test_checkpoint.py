@@ -73,14 +73,14 @@ def configs(folder: Path) -> dict[str, RunConfig]:
         ),
         "running statistics, augmentation": replace(compressed, **residual),
         "running statistics, parameters": replace(CONFIG, strategy="Gossip(PushSum(Exponential()))", **residual),
-        "gossip in flight": replace(CONFIG, strategy="Gossip(PushSum(Ring()), overlap=True, staleness=1)"),
     }
 
 
-# Workers that wait for nobody go on, but no two of their runs are the same.
-# There are four, since two agree exactly after each exchange.
-LOOSE = {"asynchronous": replace(CONFIG, workers=4, batch_size=100, strategy="Asynchronous()")}
-STRICT = list(configs(Path()))
+# Two workers agree exactly after each exchange. Those that wait for nobody go on, but no two of their runs are the same.
+FOUR = replace(CONFIG, workers=4, batch_size=100)
+IN_FLIGHT = {"in flight": replace(FOUR, strategy="Gossip(PushSum(Exponential()), overlap=True, staleness=1)")}
+LOOSE = {"asynchronous": replace(FOUR, strategy="Asynchronous()")}
+STRICT = [*configs(Path()), *IN_FLIGHT]
 TRAFFIC = ("bytes_sent", "bytes_received", "messages", "dense_fp32_bytes")
 
 
@@ -113,7 +113,7 @@ def go_on(config: RunConfig, folder: Path, comm, steps: int | None = None) -> bo
 
 def steps_between_stops(name: str) -> int:
     """One for some runs. The others stop once, in the second epoch: their restarts take most of the time."""
-    return 1 if name in LOOSE or name == "gossip in flight" or STRICT.index(name) % 5 == 0 else 4
+    return 1 if name in (*IN_FLIGHT, *LOOSE) or STRICT.index(name) % 5 == 0 else 4
 
 
 def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
@@ -181,7 +181,7 @@ def runs(tmp_path_factory) -> Path:
     tiny.text(folder)
     tiny.images(folder / "images")
     spawn(2, stop_and_go_on, configs(folder), folder, timeout_seconds=1500)
-    spawn(4, stop_and_go_on, LOOSE, folder, timeout_seconds=1500)
+    spawn(4, stop_and_go_on, IN_FLIGHT | LOOSE, folder, timeout_seconds=1500)
     return folder
 
 
