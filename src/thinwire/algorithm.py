@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
+
+Value = TypeVar("Value")
 
 
 class Algorithm:
@@ -105,3 +107,10 @@ def require(condition: bool, message: str) -> None:
     """Raise the user's mistake as a `ValueError`."""
     if not condition:
         raise ValueError(message)
+
+
+def required(value: Value | None, message: str) -> Value:
+    """The value, where None is the user's mistake."""
+    if value is None:
+        raise ValueError(message)
+    return value

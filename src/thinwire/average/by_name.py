@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 from .. import kernels
 from ..algorithm import require
@@ -98,6 +98,8 @@ class ByName(Averager):
         [1.5, 1.5, 1.5, 1.5]
     """
 
+    needs_names: ClassVar[bool] = True
+
     averagers: Mapping[str, Averager] | tuple[tuple[str, Averager], ...]
 
     def __post_init__(self) -> None:
@@ -136,10 +138,6 @@ class ByName(Averager):
     @property
     def _children(self) -> list[Averager]:
         return [averager for _, averager in self._pairs]
-
-    @property
-    def needs_names(self) -> bool:
-        return True
 
     @property
     def whole_model(self) -> bool:

@@ -151,10 +151,10 @@ class ProcessGroupCommunicator(Communicator):
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
         if tensor.numel() == 0:
-            return partial(_wait, [])
+            return partial(wait_for_all, [])
         sent = self._sendable(tensor)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
-        return partial(_wait, [("", work)], [(tensor, sent)])
+        return partial(wait_for_all, [("", work)], [(tensor, sent)])
 
     def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
         slot = -(-max(sizes) // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -166,16 +166,16 @@ class ProcessGroupCommunicator(Communicator):
         slot = slots[self.rank]
         slot[: own.numel()].copy_(own)
         slot[own.numel() :].zero_()
-        work = gather_shards(slots.view(-1), slot, self._group, async_op=True)
-        return partial(_wait, [("", work)])
+        work = gather_shards(slots.view(-1), slot, group=self._group, async_op=True)
+        return partial(wait_for_all, [("", work)])
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         if tensor.numel() == 0:
-            return partial(_wait, [])
+            return partial(wait_for_all, [])
         is_root = self.rank == root
         sent = self._sendable(tensor, copied=is_root)
         work = dist.broadcast(sent, self.global_ranks[root], group=self._group, async_op=True)
-        return partial(_wait, [(f"from rank {root}", work)], [] if is_root else [(tensor, sent)])
+        return partial(wait_for_all, [(f"from rank {root}", work)], [] if is_root else [(tensor, sent)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if any(self._backends[t.device.type] == "nccl" for t in (*sends.values(), *receives.values())):
@@ -185,7 +185,7 @@ class ProcessGroupCommunicator(Communicator):
         once = {id(tensor): tensor for tensor in sends.values()}  # to however many it goes
         staged = dict(zip(once, self._all_sendable(list(once.values())), strict=True))
         works += [(f"to rank {peer}", self._begin(dist.isend, staged[id(t)], peer)) for peer, t in sends.items()]
-        return partial(_wait, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
+        return partial(wait_for_all, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
@@ -218,7 +218,7 @@ class ProcessGroupCommunicator(Communicator):
     def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         operations = [dist.P2POp(dist.irecv, t, self.global_ranks[p], self._group) for p, t in receives.items()]
         operations += [dist.P2POp(dist.isend, t, self.global_ranks[p], self._group) for p, t in sends.items()]
-        return partial(_wait, [("", work) for work in dist.batch_isend_irecv(operations)])
+        return partial(wait_for_all, [("", work) for work in dist.batch_isend_irecv(operations)])
 
 
 def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
@@ -309,11 +309,22 @@ def _groups_over(ranks: list[int], config: str, timeout_seconds: float) -> _Grou
     return of_world.setdefault((*ranks, config, timeout_seconds), _Groups(ranks, config, timeout_seconds))
 
 
-def _wait(works: list[tuple[str, dist.Work]], copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-    """Waits for all; what `copies` in main memory is then copied to where it belongs."""
+def wait_for_all(
+    works: list[tuple[str, Any]], copies: Sequence[tuple[Tensor, Tensor]] = (), limit: timedelta = timedelta(0)
+) -> None:
+    """Wait for operations, and copy what came to where it belongs.
+
+    Args:
+        works: what each is called in an error, and the operation.
+        copies: pairs of a tensor of the caller's and the one in main memory that was written, which may be the same.
+        limit: how long to wait for each; 0 => the group's own.
+
+    Raises:
+        CommunicationError: an operation failed.
+    """
     for what, work in works:
         try:
-            work.wait()
+            work.wait(limit)
         except RuntimeError as error:
             reason = reason_of(error)
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error

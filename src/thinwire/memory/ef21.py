@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from .shift import Shift
 
@@ -35,6 +36,4 @@ class EF21(Shift):
         tensor([3., 1.])
     """
 
-    @property
-    def rate(self) -> float:
-        return 1.0
+    rate: ClassVar[float] = 1.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, field
 
-from ..algorithm import require
+from ..algorithm import require, required
 from ..options import require_number
 
 _RATES = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -22,9 +22,8 @@ def parse_rate(text: str) -> float:
         >>> parse_rate("1gbit")
         125000000.0
     """
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|b/s|bps)", text.strip().lower())
-    require(match is not None, f"cannot read the rate {text!r}; write it in bits, such as 100mbit or 1gbit")
-    assert match is not None
+    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*([kmgt]?)(?:bit(?:/s)?|b/s|bps)", text.strip().lower())
+    match = required(found, f"cannot read the rate {text!r}; write it in bits, such as 100mbit or 1gbit")
     rate = _number(match[1], text) * _RATES[match[2]] / 8
     require(rate > 0, f"a rate must be positive, got {text!r}")
     return rate
@@ -40,9 +39,8 @@ def parse_seconds(text: str) -> float:
         >>> parse_seconds("0.5ms")
         0.0005
     """
-    match = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|)", text.strip().lower())
-    require(match is not None, f"cannot read the time {text!r}; write it such as 50us, 0.5ms or 0.1s")
-    assert match is not None
+    found = re.fullmatch(r"([\d.]+(?:e[+-]?\d+)?)\s*(s|ms|us|)", text.strip().lower())
+    match = required(found, f"cannot read the time {text!r}; write it such as 50us, 0.5ms or 0.1s")
     return _number(match[1], text) / _PER_SECOND[match[2]]
 
 

@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ..algorithm import require
+from ..algorithm import require, required
 from ..average.base import Averager, NamedTensors
 from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
@@ -147,9 +147,7 @@ class AveragerAttachment(Attachment):
     @property
     def comm(self) -> Communicator:
         """The communicator of this strategy."""
-        require(self._comm is not None, f"{self.call}: not connected yet; the first backward pass connects the workers")
-        assert self._comm is not None
-        return self._comm
+        return required(self._comm, f"{self.call}: not connected yet; the first backward pass connects the workers")
 
     @property
     def ledger(self) -> Ledger:

@@ -24,9 +24,9 @@ from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, lighthouse
 from thinwire.comm.elastic.claims import Claim
-from thinwire.comm.elastic.groups import wait_for_all
 from thinwire.comm.elastic.lighthouse import Asker, Missing, meet, torchft
 from thinwire.comm.members import Version
+from thinwire.comm.process_group import wait_for_all
 from thinwire.strategy.transaction import Transaction
 
 

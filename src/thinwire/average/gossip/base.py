@@ -35,7 +35,7 @@ from __future__ import annotations
 import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -64,22 +64,14 @@ class GossipAverager(Averager):
         ValueError: topology is not a topology.
     """
 
+    whole_model: ClassVar[bool] = True
+    gives_one_mean: ClassVar[bool] = False
+    suits_parameters: ClassVar[bool] = True
+
     topology: Topology
 
     def __post_init__(self) -> None:
         require_kind(f"{type(self).__name__}: topology", self.topology, Topology, "a topology such as Ring()")
-
-    @property
-    def whole_model(self) -> bool:
-        return True
-
-    @property
-    def gives_one_mean(self) -> bool:
-        return False
-
-    @property
-    def suits_parameters(self) -> bool:
-        return True
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)

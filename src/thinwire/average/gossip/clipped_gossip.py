@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,6 +70,8 @@ class ClippedGossip(GossipAverager):
         [1.25, 1.25, 1.75]
     """
 
+    is_exact: ClassVar[bool] = True
+
     topology: Topology = field(default_factory=Ring)
     tau: float | None = None
     faulty: int = 1
@@ -82,10 +84,6 @@ class ClippedGossip(GossipAverager):
             not isinstance(self.topology, Hierarchical),
             f"ClippedGossip: the workers of a node take their plain mean under {self.topology}; use another topology",
         )
-
-    @property
-    def is_exact(self) -> bool:
-        return True
 
     @property
     def keeps_mean(self) -> bool:

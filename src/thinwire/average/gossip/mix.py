@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ...topology import Ring, Topology
 from .base import GossipAverager
@@ -45,6 +46,8 @@ class Mix(GossipAverager):
         [1.5, 1.5, 1.5, 1.5]
     """
 
+    is_exact: ClassVar[bool] = True
+
     topology: Topology = field(default_factory=Ring)
     step_size: float = 1.0
 
@@ -55,10 +58,6 @@ class Mix(GossipAverager):
     @property
     def mixes_plainly(self) -> bool:
         return self.step_size == 1.0
-
-    @property
-    def is_exact(self) -> bool:
-        return True
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)

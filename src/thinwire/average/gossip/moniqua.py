@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...algorithm import require
+from ...algorithm import required
 from ...comm import Communicator
 from ...options import require_integer, require_number
 from ...topology import Ring, Topology
@@ -98,9 +98,8 @@ class Moniqua(GossipAverager):
     @property
     def modulus(self) -> float:
         """B = 2 theta / (1 - 2 delta), for a theta that is a number."""
-        require(self.theta is not None, f"{self}: theta is tracked, so the modulus changes; see diagnostics(state)")
-        assert self.theta is not None
-        return 2.0 * self.theta * self.num_steps / (self.num_steps - 2)
+        theta = required(self.theta, f"{self}: theta is tracked, so the modulus changes; see diagnostics(state)")
+        return 2.0 * theta * self.num_steps / (self.num_steps - 2)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -137,6 +137,15 @@ class Pairwise(Algorithm):
         Pairwise(BipartiteLinear())
     """
 
+    needs_names: ClassVar[bool] = False
+    """False: it averages all parameters alike; see `Averager.needs_names`."""
+    has_rounds: ClassVar[bool] = False
+    """False: each pair averages when both are ready; see `Averager.has_rounds`."""
+    gives_one_mean: ClassVar[bool] = False
+    """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
+    has_momentum: ClassVar[bool] = False
+    """False: the optimizer applies its own; see `Averager.has_momentum`."""
+
     topology: Bipartite = field(default_factory=BipartiteExponential)
 
     def __post_init__(self) -> None:
@@ -149,26 +158,6 @@ class Pairwise(Algorithm):
             self.topology.peers == 1 and not self.topology.static,
             f"Pairwise: a pair is two workers; use peers=1 and static=False, got {self.topology!r}",
         )
-
-    @property
-    def needs_names(self) -> bool:
-        """False: it averages all parameters alike; see `Averager.needs_names`."""
-        return False
-
-    @property
-    def has_rounds(self) -> bool:
-        """False: each pair averages when both are ready; see `Averager.has_rounds`."""
-        return False
-
-    @property
-    def gives_one_mean(self) -> bool:
-        """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
-        return False
-
-    @property
-    def has_momentum(self) -> bool:
-        """False: the optimizer applies its own; see `Averager.has_momentum`."""
-        return False
 
     def set_epoch(self, state: PairwiseState, epoch: int) -> None:
         """Do nothing: it has no schedules; see `Averager.set_epoch`."""

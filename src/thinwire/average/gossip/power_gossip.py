@@ -106,8 +106,7 @@ class PowerGossip(GossipAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("rank", "iterations"):
-            value = getattr(self, name)
-            require_integer(f"PowerGossip: {name}", value, 1)
+            require_integer(f"PowerGossip: {name}", getattr(self, name), 1)
         require(
             not (self.shared_p and self.warm_start),
             "PowerGossip: warm-started directions belong to one edge; add warm_start=False to share p",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from ... import kernels
 from ...topology import Exponential, Topology
@@ -45,11 +46,9 @@ class PushSum(GossipAverager):
         [1.0, 1.0, 1.0]
     """
 
-    topology: Topology = field(default_factory=Exponential)
+    is_exact: ClassVar[bool] = True
 
-    @property
-    def is_exact(self) -> bool:
-        return True
+    topology: Topology = field(default_factory=Exponential)
 
     def check_topology(self, size: int) -> None:
         """Every topology is column-stochastic."""

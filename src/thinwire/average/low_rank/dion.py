@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -88,16 +89,14 @@ class Dion(Averager):
         [1.0, 1.0]
     """
 
+    has_momentum: ClassVar[bool] = True
+
     rank: int = 16
     mu: float = 0.95
 
     def __post_init__(self) -> None:
         require_integer("Dion: rank", self.rank, 1)
         require_number("Dion: mu", self.mu, least=0, below=1)
-
-    @property
-    def has_momentum(self) -> bool:
-        return True
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> DionState:
         check_agreement(self, tensors, comm, seed)

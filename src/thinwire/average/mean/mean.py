@@ -103,8 +103,7 @@ class Mean(Averager):
         require_kind("Mean: memory", self.memory, Memory, "a memory such as ErrorFeedback()", or_none=True)
         require_kind("Mean: clip", self.clip, Clip, "a clip such as ClipByNorm(1.0)", or_none=True)
         for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
-            value = getattr(self, name)
-            require_choice(f"Mean: {name}", value, allowed)
+            require_choice(f"Mean: {name}", getattr(self, name), allowed)
         exchange = EXCHANGES.get(self.exchange)  # None for "auto"
         if exchange is not None:
             exchange.check(self.codec)

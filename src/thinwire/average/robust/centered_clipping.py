@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -38,6 +39,8 @@ class CenteredClipping(Rule):
         tensor([1.])
     """
 
+    has_center: ClassVar[bool] = True
+
     tau: float = 10.0
     iterations: int = 3
 
@@ -45,10 +48,6 @@ class CenteredClipping(Rule):
         super().__post_init__()
         require_number("CenteredClipping: tau", self.tau, above=0)
         require_integer("CenteredClipping: iterations", self.iterations, 1)
-
-    @property
-    def has_center(self) -> bool:
-        return True
 
     def combine(self, messages: Messages) -> Combined:
         assert messages.center is not None  # has_center asks for it

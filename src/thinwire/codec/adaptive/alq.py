@@ -73,8 +73,7 @@ class AdaptiveLevels(AdaptiveCodec):
         require_integer(f"{name}: bits", self.bits, 2, 8, hint="; levels are fitted for one number of bits")
         check_buckets(name, self.bucket_size, self.norm)
         for option, allowed in (("distribution", ("mixture", "pooled")), ("weighting", ("norm", "norm2"))):
-            value = getattr(self, option)
-            require_choice(f"{name}: {option}", value, allowed)
+            require_choice(f"{name}: {option}", getattr(self, option), allowed)
         require_integer(f"{name}: num_buckets", self.num_buckets, 1)
         object.__setattr__(self, "update_steps", tuple(self.update_steps))
         every = [] if self.update_every is None else [self.update_every]

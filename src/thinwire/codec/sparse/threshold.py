@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -20,13 +21,8 @@ _SMALLEST = 2.0**-149  # the smallest positive float32; zeros are never worth se
 class _ByMagnitude(Sparsifier):
     """Keeps elements whose magnitude reaches a threshold: possibly none, possibly all."""
 
-    @property
-    def counts_travel(self) -> bool:
-        return True
-
-    @property
-    def codes_plainly(self) -> bool:
-        return True
+    counts_travel: ClassVar[bool] = True
+    codes_plainly: ClassVar[bool] = True
 
     def count(self, numel: int) -> int:
         return numel

@@ -24,20 +24,6 @@ MAX_ROUNDS = 1 << 48
 """No run has more rounds: a round a microsecond would take 9 years."""
 MAX_NUMBER = 1_000_000
 MAX_TEXT = 200
-FIELDS = {
-    "number",
-    "version",
-    "history",
-    "settings",
-    "connection",
-    "rank",
-    "nonce",
-    "failures",
-    "unreachable",
-    "can_heal",
-    "digest",
-    "state_ports",
-}
 
 
 class Claim(NamedTuple):
@@ -78,6 +64,9 @@ class Claim(NamedTuple):
     def data(self) -> dict[Any, object]:
         """The claim as plain values, without id and store, which travel apart."""
         return {name: value for name, value in self._asdict().items() if name in FIELDS}
+
+
+FIELDS = {*Claim._fields} - {"id", "store"}
 
 
 def read_claim(id: str, store: str, data: Any) -> Claim | None:

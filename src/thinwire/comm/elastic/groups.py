@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
-from ..handle import CommunicationError, reason_of
+from ..handle import CommunicationError
+from ..process_group import HANG_UP_TAG, wait_for_all
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
 from .lighthouse import Missing, store_at, torchft
 
-HANG_UP_TAG = 1  # all messages have tag 0
 Wait = Callable[[], Any]
 
 
@@ -74,7 +74,7 @@ class GlooGroups(Groups):
     """Over Gloo, and NCCL for tensors on GPUs if asked for.
 
     Args:
-        timeout: how long an operation may take.
+        timeout: how long an operation may take. Each wait names it, as Gloo's own limit is that of connecting.
         on_gpus: whether tensors on GPUs go over NCCL.
 
     Raises:
@@ -206,25 +206,6 @@ class TcpGroups(Groups):
             raise CommunicationError("the round was given up")
         self._comm.limit_seconds = self.limit.total_seconds()
         return self._comm
-
-
-def wait_for_all(works: list[tuple[str, Any]], copies: list[tuple[Tensor, Tensor]], limit: timedelta) -> None:
-    """Wait for operations over Gloo, and copy what came to where it belongs.
-
-    Args:
-        works: what each is called in an error, and the operation.
-        copies: pairs of a tensor of the caller's and the one in main memory that Gloo wrote, which may be the same.
-        limit: how long to wait for each.
-
-    Raises:
-        CommunicationError: an operation failed.
-    """
-    for what, work in works:
-        try:
-            work.wait(limit)  # Gloo's own limit is that of connecting
-        except RuntimeError as error:
-            raise CommunicationError(f"{what}: {reason_of(error)}" if what else reason_of(error)) from error
-    _copied(lambda: None, copies)
 
 
 def _copied(wait: Wait, copies: list[tuple[Tensor, Tensor]]) -> None:

@@ -314,11 +314,10 @@ def meet(
         found.wait([f"here/{peer}" for peer in range(size)], limit)
     except RuntimeError as error:
         try:
-            raise Missing(peer for peer in range(size) if not found.check([f"here/{peer}"])) from error
-        except Missing:
-            raise
+            missing = [peer for peer in range(size) if not found.check([f"here/{peer}"])]
         except RuntimeError:
-            raise Missing([0]) from error
+            missing = [0]
+        raise Missing(missing) from error
 
 
 def try_sockets(count: int) -> None:

@@ -36,7 +36,7 @@ from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
 from ..handle import CommunicationError, Handle
-from ..ledger import broadcast_tree
+from ..ledger import broadcast_tree, ring_all_reduce_bytes
 from ..process_group import Group, ProcessGroupCommunicator
 from ..store import gathering, host_of
 from ..tls.relay import parse_address
@@ -210,16 +210,13 @@ class TcpCommunicator(Communicator):
         """
         check.tensor(self, "reduce", tensor)
         num_bytes, others = check.num_bytes(tensor), self.size - 1
+        half, whole = others * num_bytes // self.size, ring_all_reduce_bytes(self.size, num_bytes)
         if root is None:
-            messages, sent, received = (
-                2 * others,
-                2 * others * num_bytes // self.size,
-                2 * others * num_bytes // self.size,
-            )
+            messages, sent, received = 2 * others, whole, whole
         elif root == self.rank:
-            messages, sent, received = others, others * num_bytes // self.size, 2 * others * num_bytes // self.size
+            messages, sent, received = others, half, whole
         else:
-            messages, sent, received = others + 1, num_bytes, others * num_bytes // self.size
+            messages, sent, received = others + 1, num_bytes, half
         start = partial(self._start_all_reduce, tensor.detach(), reduction, root)
         name = "all_reduce" if root is None else "reduce"
         return self._submit(name, [tensor], start, tensor, (messages if num_bytes else 0, sent, received))

@@ -205,9 +205,9 @@ class Connections:
         for attendance in self._attendances:
             attendance.close()
 
-    def _start(self, call: Callable[..., None], *arguments: int) -> None:
+    def _start(self, call: Callable[[], None]) -> None:
         name = f"thinwire-{call.__name__.strip('_')}"
-        thread = threading.Thread(target=call, args=arguments, name=name, daemon=True)
+        thread = threading.Thread(target=call, name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 

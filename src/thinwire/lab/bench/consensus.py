@@ -117,17 +117,9 @@ def candidates(averager: Averager, step_sizes: Sequence[float], thetas: Sequence
     """
     found = [averager]
     for name, values in ((STEP_SIZE, step_sizes), (THETA, thetas)):
-        if values and _has(averager, name):
+        if values and hasattr(averager, name):
             found = [dataclasses.replace(one, **{name: value}) for one in found for value in values]
     return found
-
-
-def _has(averager: Averager, name: str) -> bool:
-    return name in {field.name for field in dataclasses.fields(averager)}
-
-
-def _step_size_field(averager: Averager) -> str | None:
-    return STEP_SIZE if _has(averager, STEP_SIZE) else None
 
 
 def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) -> list[list[Row]]:
@@ -146,16 +138,17 @@ def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: 
 
 def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
     """A row for JSON; an error that is not finite is None."""
-    field = _step_size_field(averager)
-    named = {"averager": repr(averager), "step_size": field and getattr(averager, field)} | record._asdict()
-    named |= {
-        "theta": getattr(averager, THETA) if _has(averager, THETA) else None,
+    return {
+        "averager": repr(averager),
+        "step_size": getattr(averager, STEP_SIZE, None),
+        **record._asdict(),
+        "theta": getattr(averager, THETA, None),
         "workers": bench.workers,
         "data": bench.data,
         "shape": list(bench.shape),
         "seed": bench.seed,
+        "squared_error": record.squared_error if math.isfinite(record.squared_error) else None,
     }
-    return named | {"squared_error": record.squared_error if math.isfinite(record.squared_error) else None}
 
 
 @contextmanager

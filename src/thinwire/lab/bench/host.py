@@ -8,8 +8,7 @@ import platform
 import shutil
 import socket
 import struct
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from ...comm.addresses import own_address
 from ...comm.tcp import is_available
 from ...plan.doctor import Host, Interface
 from ...plan.measure import connections
+from .parts import seconds_of
 
 SYSCTLS = Path("/proc/sys/net/ipv4")
 MEETING_PORT = 29500  # of torchrun and of `thinwire train` under MPI and SLURM
@@ -130,11 +130,5 @@ def _path_mtus() -> Iterator[int]:
 def _speeds() -> dict[str, float]:
     """Multiplications and additions of matrix products, and bytes of a copy, each in a second."""
     x, y = torch.ones(SIDE, SIDE, device="cpu"), torch.ones(COPIED, device="cpu")
-    product, copy = (min(_seconds(call) for _ in range(REPETITIONS)) for call in (lambda: x @ x, y.clone))
+    product, copy = (min(seconds_of(call, x.device) for _ in range(REPETITIONS)) for call in (lambda: x @ x, y.clone))
     return {"flops": 2 * SIDE**3 / product, "copy_bytes_per_second": y.nbytes / copy}
-
-
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start

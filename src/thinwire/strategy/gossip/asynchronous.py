@@ -36,6 +36,8 @@ class AsynchronousGossip(OwnModelAttachment):
     """What `Asynchronous` attaches: asynchronous averaging at work on one model and its optimizer."""
 
     call = "Asynchronous"
+    phases_in_step = ("publish",)
+    """The thread does the rest."""
 
     def __init__(
         self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
@@ -67,11 +69,6 @@ class AsynchronousGossip(OwnModelAttachment):
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds so far by phase: publish, in `optimizer.step()`; average, send and wait, in the thread."""
         return super().seconds
-
-    @property
-    def phases_in_step(self) -> tuple[str, ...]:
-        """The thread does the rest."""
-        return ("publish",)
 
     @property
     def blocked_seconds(self) -> float:

@@ -190,16 +190,12 @@ class ParameterRounds:
         self._flight, self.record.change = None, None
         self._commit()
 
-    def _completed(self) -> Callable[[NamedTensors], None]:
-        """Wait for the round in flight; what is returned adds its change."""
-        assert self._flight is not None
-        with self.state.clock("blocked"):
-            return self._flight.wait()
-
     def _committed(self) -> Callable[[NamedTensors], None] | None:
-        """As `_completed`; None if an elastic communicator has given the round up."""
+        """Wait for the round in flight. What is returned adds its change; None if the round was given up."""
+        assert self._flight is not None
         try:
-            add_change = self._completed()
+            with self.state.clock("blocked"):
+                add_change = self._flight.wait()
         except CommunicationError:
             if not self.comm.is_elastic:
                 raise

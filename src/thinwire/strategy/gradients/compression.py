@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ...algorithm import require
+from ...algorithm import require, required
 from ...average.base import Averager, NamedTensors
 from ...codec import Codec
 from ...comm import Communicator
@@ -50,6 +50,8 @@ class GradientCompression(AveragerAttachment):
     """
 
     call = "Gradients"
+    phases_in_step = ("compensate", "encode", "exchange", "blocked")
+    """Waiting and decoding run beside the backward pass, which is "blocked" at its end."""
     strategy: Gradients
     averager: Averager
 
@@ -82,11 +84,6 @@ class GradientCompression(AveragerAttachment):
         return super().seconds
 
     @property
-    def phases_in_step(self) -> tuple[str, ...]:
-        """Waiting and decoding run beside the backward pass, which is "blocked" at its end."""
-        return ("compensate", "encode", "exchange", "blocked")
-
-    @property
     def codec(self) -> Codec | None:
         """The codec of the next round; `handle.codec.levels` are the levels that ALQ or AMQ has learned so far."""
         return self.averager.current_codec(self._state)
@@ -107,12 +104,8 @@ class GradientCompression(AveragerAttachment):
         """Context in which backward only accumulates; the first backward after it averages the sum."""
         if self._ddp is not None:
             return self._ddp.no_sync()
-        require(
-            self._buckets is not None,
-            "this model is in DistributedDataParallel: call no_sync() of the DDP model instead",
-        )
-        assert self._buckets is not None
-        return self._buckets.no_sync()
+        mistake = "this model is in DistributedDataParallel: call no_sync() of the DDP model instead"
+        return required(self._buckets, mistake).no_sync()
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Check that momentum is applied once: by the averager, as in `tw.dgc`, or by the optimizer.

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import debug
-from ...algorithm import require
+from ...algorithm import require, required
 from ...clock import Clock
 from ...codec import QSGD, Codec, Key
 from ...comm import Communicator, Ledger, ProcessGroupCommunicator
@@ -69,9 +69,7 @@ class ShardCompression(Attachment):
     @property
     def ledger(self) -> Ledger:
         """The bytes that this worker sent and received, and what the same collectives would have sent dense."""
-        require(self._comm is not None, f"{CALL}: not connected yet; the first forward pass connects the workers")
-        assert self._comm is not None
-        return self._comm.ledger
+        return required(self._comm, f"{CALL}: not connected yet; the first forward pass connects the workers").ledger
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -203,7 +201,7 @@ class _AllGather:
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
         if self._wire.owner.is_detached:
-            return gather_shards(output_tensor, input_tensor, group, async_op)
+            return gather_shards(output_tensor, input_tensor, group=group, async_op=async_op)
         self._wire.all_gather(output_tensor, input_tensor, group)
         return None
 
@@ -220,7 +218,7 @@ class _ReduceScatter:
         owner.note(self._wire, input_tensor)
         if owner.is_detached or owner.strategy.gradients is None:
             self._wire.step += 1
-            return reduce_scatter_shards(output_tensor, input_tensor, group, op, async_op)
+            return reduce_scatter_shards(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         self._wire.reduce_scatter(output_tensor, input_tensor, group)
         self._wire.step += 1
         return None

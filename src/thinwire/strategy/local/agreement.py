@@ -50,6 +50,7 @@ from .quorum import Quorum
 GONE = 0  # in place of the number of a share: this worker sends no more
 ALIGNMENT = 16  # of the payload in a share, so that it may be viewed as floats
 MAX_NOTE_BYTES = 1 << 20
+VIEW_SECONDS = 60.0  # that a new view may take
 _LENGTH = struct.Struct("<q")
 log = logging.getLogger("thinwire")
 
@@ -109,7 +110,6 @@ class Agreement:
         num_fragments: P.
         comm: connects the workers.
         max_bytes: of a share's message.
-        timeout_seconds: how long a new view may take.
 
     Attributes:
         delay_seconds: how long this worker trains on before it needs the round of its change.
@@ -117,10 +117,8 @@ class Agreement:
         speeds: the last known speeds of the members by rank.
     """
 
-    def __init__(
-        self, quorum: Quorum, num_fragments: int, comm: Communicator, max_bytes: int, timeout_seconds: float = 60.0
-    ):
-        self.rank, self._quorum, self._timeout = comm.rank, quorum, timeout_seconds
+    def __init__(self, quorum: Quorum, num_fragments: int, comm: Communicator, max_bytes: int):
+        self.rank, self._quorum = comm.rank, quorum
         self.delay_seconds, self.speed, self.speeds = 0.0, 0.0, dict[int, float]()
         self._lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(self._lock)
@@ -474,11 +472,11 @@ class Agreement:
         self._tell([coordinator], {"is": "ask"} | gone)  # so that it takes the shares of these workers
         self._forward([coordinator])
         self._tell([coordinator], {"is": "report"} | gone | self._knowledge(self._view, self._members))
-        self._later(self._timeout, partial(self._give_up, self._view, coordinator))
+        self._later(VIEW_SECONDS, partial(self._give_up, self._view, coordinator))
 
     def _give_up(self, view: int, coordinator: int) -> None:
         if self._view == view and coordinator in self._members - self._lost:
-            self._fail(f"rank {coordinator} did not answer within {self._timeout:g} seconds after a worker was lost")
+            self._fail(f"rank {coordinator} did not answer within {VIEW_SECONDS:g} seconds after a worker was lost")
 
     def _forward(self, peers: list[int]) -> None:
         """Send on the shares of workers that are lost, now or in an earlier view."""

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...algorithm import require
+from ...algorithm import require, required
 from ...average.base import NamedTensors
 from ...membership import Form, State, config, copied, nested, pending, restart, shared
 from ..flight import Flight
@@ -69,12 +69,8 @@ def divide(names: Sequence[str], fragments: Fragments) -> list[list[str]]:
     divided: list[list[str]] = [[] for _ in patterns]
     for name in names:
         owner = next((i for i, some in enumerate(patterns) if any(fnmatchcase(name, p) for p in some)), None)
-        require(
-            owner is not None,
-            f"Local: no pattern of fragments matches parameter {name!r}; add one, such as '*' at the end",
-        )
-        assert owner is not None
-        divided[owner].append(name)
+        mistake = f"Local: no pattern of fragments matches parameter {name!r}; add one, such as '*' at the end"
+        divided[required(owner, mistake)].append(name)
     for some, found in zip(patterns, divided, strict=True):
         require(bool(found), f"Local: the patterns {some} of a fragment match no parameter that is left")
     return divided

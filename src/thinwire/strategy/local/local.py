@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -107,6 +107,9 @@ class Local(Averaging[LocalUpdates]):
         [1.0, 1.0]
     """
 
+    sends_again: ClassVar[bool] = True
+    """Changes are sent again, to those that are left."""
+
     averager: Averager
     every: int
     outer: OuterSGD | OuterOptimizer | None = None
@@ -188,11 +191,6 @@ class Local(Averaging[LocalUpdates]):
     def counts_commits(self) -> bool:
         """With a quorum."""
         return self.quorum is not None
-
-    @property
-    def sends_again(self) -> bool:
-        """Changes are sent again, to those that are left."""
-        return True
 
     def options(self) -> dict[str, Any]:
         """All fields but `outer`: workers compare the optimizers that it makes."""

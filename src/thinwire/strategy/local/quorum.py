@@ -72,8 +72,7 @@ class Quorum(Algorithm):
         hint = "; other rules need the messages of all workers"
         require_kind("Quorum: rule", self.rule, MedianNorm, "MedianNorm()", or_none=True, hint=hint)
         for name in ("grace", "max_grace_seconds", "patience_seconds"):
-            value = getattr(self, name)
-            require_number(f"Quorum: {name}", value, least=0)
+            require_number(f"Quorum: {name}", getattr(self, name), least=0)
 
     def grace_seconds(self, delay_seconds: float, quorum_seconds: float, send_seconds: float) -> float:
         """How long a round waits for more workers once it has its quorum.

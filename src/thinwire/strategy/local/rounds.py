@@ -48,7 +48,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from ... import kernels
-from ...algorithm import require
+from ...algorithm import require, required
 from ...average.base import Averager, NamedTensors
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
@@ -214,9 +214,7 @@ class LocalUpdates(OwnModelAttachment):
     @property
     def committed(self) -> Committed:
         """With a quorum: rounds, tokens and late changes so far, as far as this worker has merged them."""
-        require(self._record.committed is not None, f"{self.call}: only a quorum counts what is committed")
-        assert self._record.committed is not None
-        return self._record.committed
+        return required(self._record.committed, f"{self.call}: only a quorum counts what is committed")
 
     @property
     def num_steps(self) -> int:
@@ -230,15 +228,13 @@ class LocalUpdates(OwnModelAttachment):
 
     def on_commit(self, call: Callable[[int], None]) -> None:
         """With a quorum: call this with T after each merged round of the first fragment, the same on all workers."""
-        require(self._asynchronous is not None, f"{self.call}: only a quorum commits rounds; leave on_commit() out")
-        assert self._asynchronous is not None
-        self._asynchronous.on_commit = call
+        rounds = required(self._asynchronous, f"{self.call}: only a quorum commits rounds; leave on_commit() out")
+        rounds.on_commit = call
 
     def count_tokens(self, number: int) -> None:
         """With a quorum: say before `optimizer.step()` how many tokens (or samples) it is made from; by default 1."""
-        require(self._asynchronous is not None, f"{self.call}: only a quorum counts tokens; leave count_tokens() out")
-        assert self._asynchronous is not None
-        self._asynchronous.count_tokens(number)
+        rounds = required(self._asynchronous, f"{self.call}: only a quorum counts tokens; leave count_tokens() out")
+        rounds.count_tokens(number)
 
     def state_dict(self) -> dict[str, Any]:
         """As in `AveragerAttachment`; with a quorum, only right after `synchronize`. Not in the middle of an elastic round."""
@@ -352,16 +348,14 @@ class LocalUpdates(OwnModelAttachment):
         Returns:
             False once all workers have called it, or `synchronize`. Then call `synchronize`; this worker takes no step before.
         """
-        require(self._asynchronous is not None, f"{self.call}: only a quorum drains; call synchronize() alone")
-        assert self._asynchronous is not None
+        rounds = required(self._asynchronous, f"{self.call}: only a quorum drains; call synchronize() alone")
         self.exchange_now()
-        return self._asynchronous.drain(self._apply)
+        return rounds.drain(self._apply)
 
     def assign_blocks(self, leases: Leases) -> None:
         """With a quorum: let this assign blocks of data to the workers, as `ElasticSampler` does. All workers call it."""
-        require(self._asynchronous is not None, f"{self.call}: only a quorum assigns blocks; leave assign_blocks() out")
-        assert self._asynchronous is not None
-        self._asynchronous.assign_blocks(leases)
+        rounds = required(self._asynchronous, f"{self.call}: only a quorum assigns blocks; leave assign_blocks() out")
+        rounds.assign_blocks(leases)
 
     # ---- what the base asks for ----
 

@@ -9,7 +9,7 @@ import math
 from abc import ABC
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -125,14 +125,12 @@ class DelayedNesterov(Staleness):
         (0.6625, 0.6625)
     """
 
+    steps_by_change: ClassVar[bool] = True
+
     period: int | None = None
 
     def __post_init__(self) -> None:
         require_integer("DelayedNesterov: period", self.period, 1, or_none=True)
-
-    @property
-    def steps_by_change(self) -> bool:
-        return True
 
     def outer(self, outer: Outer, size: int) -> Outer:
         if not (isinstance(outer, OuterSGD) and outer.nesterov and outer.momentum > 0):

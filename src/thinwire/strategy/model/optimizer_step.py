@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...algorithm import require
+from ...algorithm import require, required
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
@@ -24,9 +24,8 @@ def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> to
     Raises:
         ValueError: there is none, or it is another wrapper, which has no step hooks, or one that makes parameters equal itself.
     """
-    require(optimizer is not None, f"{call}: averaging follows the steps of an optimizer; give the model's")
-    assert optimizer is not None
-    optimizer = unwrapped(optimizer)
+    given = required(optimizer, f"{call}: averaging follows the steps of an optimizer; give the model's")
+    optimizer = unwrapped(given)
     library = sys.modules.get("torch.distributed.optim")
     require(
         library is None or not isinstance(optimizer, library.ZeroRedundancyOptimizer),

@@ -52,37 +52,33 @@ class HierarchicalReduce(Exchange):
         return self.cost(load) if load.workers_per_node > 1 and not load.needs_support else None
 
     def begin(self, job: Job) -> Stages:
-        return _hierarchical(job)
+        node = Node(job.comm, job.workers_per_node)
+        own = take(job)
+        num_bytes = job.message_nbytes(job.tensors, job.dense)
+        forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
+        node_sum = yield from node.reduce(own)
+        messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
+        result = debug.empty_like(own)
+        if node.is_leader:
+            message = _encode(job, node_sum)
+            messages = yield from node.meet(message, num_bytes, fixed=job.codec.traits.fixed_size)
+            if not forward:
+                *totals, dense_total = split_like(result, [*job.tensors, job.dense])
+                _decode(job, messages, totals, dense_total.zero_())
+        handles = node.pass_on(messages if forward else [result])
 
-def _hierarchical(job: Job) -> Stages:
-    node = Node(job.comm, job.workers_per_node)
-    own = take(job)
-    num_bytes = job.message_nbytes(job.tensors, job.dense)
-    forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
+        def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+            with job.clock("wait"):
+                for handle in handles:
+                    handle.wait()
+            if forward:
+                return _decode(job, messages, totals, dense_total)
+            outs = [*totals, dense_total]
+            torch._foreach_copy_(outs, split_like(result, outs))
+            return kernels.all_finite([result])
 
-    node_sum = yield from node.reduce(own)
-    messages = [debug.empty(num_bytes, dtype=torch.uint8, device=own.device) for _ in node.leaders if forward]
-    result = debug.empty_like(own)
-    if node.is_leader:
-        message = _encode(job, node_sum)
-        messages = yield from node.meet(message, num_bytes, fixed=job.codec.traits.fixed_size)
-        if not forward:
-            *totals, dense_total = split_like(result, [*job.tensors, job.dense])
-            _decode(job, messages, totals, dense_total.zero_())
-    handles = node.pass_on(messages if forward else [result])
-
-    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
-        with job.clock("wait"):
-            for handle in handles:
-                handle.wait()
-        if forward:
-            return _decode(job, messages, totals, dense_total)
-        outs = [*totals, dense_total]
-        torch._foreach_copy_(outs, split_like(result, outs))
-        return kernels.all_finite([result])
-
-    return finish
+        return finish
 
 
 def take(job: Job) -> Tensor:

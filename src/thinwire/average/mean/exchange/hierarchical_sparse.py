@@ -55,40 +55,36 @@ class HierarchicalSparse(Exchange):
         parts_of(codec)
 
     def begin(self, job: Job) -> Stages:
-        return _hierarchical_sparse(job)
+        node = Node(job.comm, job.workers_per_node)
+        layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
+        own = take(job)
+        node_sum = yield from node.reduce(own)
+        message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
+        if node.is_leader:
+            *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
+            segments = flat_segments(tensors, job.merged)
+            reduction = SparseReduction(job, Leaders(node), segments, dense)
+            messages = yield (yield from reduction.deliver())
+            with job.clock("decode"):
+                summed = reduction.collect(messages)
+                delivered = reduction.delivered(summed)
+                if job.keep_residual:
+                    reduction.settle(summed)
+                    store_segments(segments, tensors, job.merged)
+                    torch._foreach_copy_(job.tensors, tensors)
+                _write(message, summed, delivered, layout, job)
+        (handle,) = node.pass_on([message])
 
+        def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+            with job.clock("wait"):
+                handle.wait()
+            with job.clock("decode"):
+                summed, delivered = _read(message, layout, job)
+                if job.masked:
+                    job.clear(job.masked, *layout.of_kept(summed.positions), delivered)
+                return leave(summed, layout, totals, dense_total, job)
 
-def _hierarchical_sparse(job: Job) -> Stages:
-    node = Node(job.comm, job.workers_per_node)
-    layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
-    own = take(job)
-    node_sum = yield from node.reduce(own)
-    message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
-    if node.is_leader:
-        *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
-        segments = flat_segments(tensors, job.merged)
-        reduction = SparseReduction(job, Leaders(node), segments, dense)
-        messages = yield (yield from reduction.deliver())
-        with job.clock("decode"):
-            summed = reduction.collect(messages)
-            delivered = reduction.delivered(summed)
-            if job.keep_residual:
-                reduction.settle(summed)
-                store_segments(segments, tensors, job.merged)
-                torch._foreach_copy_(job.tensors, tensors)
-            _write(message, summed, delivered, layout, job)
-    (handle,) = node.pass_on([message])
-
-    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
-        with job.clock("wait"):
-            handle.wait()
-        with job.clock("decode"):
-            summed, delivered = _read(message, layout, job)
-            if job.masked:
-                job.clear(job.masked, *layout.of_kept(summed.positions), delivered)
-            return leave(summed, layout, totals, dense_total, job)
-
-    return finish
+        return finish
 
 
 def _numels(job: Job) -> list[int]:

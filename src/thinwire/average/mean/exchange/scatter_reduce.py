@@ -152,33 +152,29 @@ class ScatterReduce(Exchange):
         return SECOND_LOSS_FACTOR * self.cost(load) if load.codec.traits.unbiased else None
 
     def begin(self, job: Job) -> Stages:
-        return _scatter_reduce(job)
+        comm, me = job.comm, job.comm.rank
+        shards, dense_pieces = _split(job.tensors, job), split(job.dense, comm.size, job.shares)
+        messages = _encode_shards(job, shards, dense_pieces)
+        shapes = [t.shape for t in job.tensors]
+        sizes = shard_nbytes(job.codec, shapes, job.dense.numel(), comm.size, job.merged, job.shares)
 
+        received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
+        dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
 
-def _scatter_reduce(job: Job) -> Stages:
-    comm, me = job.comm, job.comm.rank
-    shards, dense_pieces = _split(job.tensors, job), split(job.dense, comm.size, job.shares)
-    messages = _encode_shards(job, shards, dense_pieces)
-    shapes = [t.shape for t in job.tensors]
-    sizes = shard_nbytes(job.codec, shapes, job.dense.numel(), comm.size, job.merged, job.shares)
+        x = _compensate(job, shards[me].positions, mean)
+        message = pack(dense_mean, job.of(shards[me].positions).encode(x, _piece_keys(job, shards[me], SUMMED)))
+        handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.traits.fixed_size)
 
-    received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
-    dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
+        def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+            with job.clock("wait"):
+                gathered = handle.wait()
+            dense_outs = split(dense_total, comm.size, job.shares)
+            parts = [unpack(message, out.numel()) for message, out in zip(gathered, dense_outs, strict=True)]
+            for (dense, _), dense_out in zip(parts, dense_outs, strict=True):
+                dense_out.copy_(dense)
+            return _decode_shards(job, _split(totals, job), [payload for _, payload in parts])
 
-    x = _compensate(job, shards[me].positions, mean)
-    message = pack(dense_mean, job.of(shards[me].positions).encode(x, _piece_keys(job, shards[me], SUMMED)))
-    handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.traits.fixed_size)
-
-    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
-        with job.clock("wait"):
-            gathered = handle.wait()
-        dense_outs = split(dense_total, comm.size, job.shares)
-        parts = [unpack(message, out.numel()) for message, out in zip(gathered, dense_outs, strict=True)]
-        for (dense, _), dense_out in zip(parts, dense_outs, strict=True):
-            dense_out.copy_(dense)
-        return _decode_shards(job, _split(totals, job), [payload for _, payload in parts])
-
-    return finish
+        return finish
 
 
 def _encode_shards(job: Job, shards: list[Shard], dense: Sequence[Tensor]) -> list[Tensor]:

@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 
 from .... import kernels
-from ....algorithm import require
+from ....algorithm import require, required
 from ....codec import Codec, SparseParts
 from ....codec.base import add_sections, join_payloads, split_payload
 from ....comm import Handle
@@ -93,27 +93,23 @@ class SparseReduce(Exchange):
         parts_of(codec)
 
     def begin(self, job: Job) -> Stages:
-        return _sparse_reduce(job)
+        segments = flat_segments(job.tensors, job.merged)
+        reduction = SparseReduction(job, job.comm, segments, job.dense)
+        handle = yield from reduction.deliver()
 
+        def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
+            with job.clock("wait"):
+                messages = handle.wait()
+            with job.clock("decode"):
+                summed = reduction.collect(messages)
+                if job.keep_residual:
+                    reduction.settle(summed)
+                    store_segments(segments, job.tensors, job.merged)
+                if job.masked:
+                    job.clear(job.masked, *reduction.layout.of_kept(summed.positions), reduction.delivered(summed))
+                return leave(summed, reduction.layout, totals, dense_total, job)
 
-def _sparse_reduce(job: Job) -> Stages:
-    segments = flat_segments(job.tensors, job.merged)
-    reduction = SparseReduction(job, job.comm, segments, job.dense)
-    handle = yield from reduction.deliver()
-
-    def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
-        with job.clock("wait"):
-            messages = handle.wait()
-        with job.clock("decode"):
-            summed = reduction.collect(messages)
-            if job.keep_residual:
-                reduction.settle(summed)
-                store_segments(segments, job.tensors, job.merged)
-            if job.masked:
-                job.clear(job.masked, *reduction.layout.of_kept(summed.positions), reduction.delivered(summed))
-            return leave(summed, reduction.layout, totals, dense_total, job)
-
-    return finish
+        return finish
 
 
 class Selected(NamedTuple):
@@ -335,14 +331,11 @@ def parts_of(codec: Codec) -> SparseParts:
     Raises:
         ValueError: it does not.
     """
-    parts = codec.traits.sparse
-    require(
-        parts is not None,
+    return required(
+        codec.traits.sparse,
         f"a sparse all-reduce adds coordinates and keeps the largest, and {codec} does not choose by magnitude how many "
         "it keeps; use TopK, BlockwiseTopK, CoarseGrainedTopK or a chain of them, or exchange='all_gather'",
     )
-    assert parts is not None
-    return parts
 
 
 def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:

@@ -208,9 +208,6 @@ class _Epoch:
     rank: int
     epoch: int
 
-    def __len__(self) -> int:
-        return len(self.plan)
-
     def __getitem__(self, number: int) -> Batch:
         generator = batch_generator(self.seed, self.rank, self.epoch, number)
         return self.data.batch(self.plan[number], generator, self.epoch)
@@ -245,9 +242,6 @@ class _Reported(torch.utils.data.Dataset[Any]):
     """Returns a user error as a value, because an error raised in a loader process would be shown as a traceback."""
 
     batches: Any
-
-    def __len__(self) -> int:
-        return len(self.batches)
 
     def __getitem__(self, number: int) -> Batch | ValueError:
         try:

@@ -124,9 +124,6 @@ class _TestBatches:
     files: ImageFiles
     parts: list[Tensor]
 
-    def __len__(self) -> int:
-        return len(self.parts)
-
     def __getitem__(self, number: int) -> Batch:
         part = self.parts[number]
         pixels = torch.stack([read_centre(self.files.path(i), self.config.test_size) for i in part.tolist()])

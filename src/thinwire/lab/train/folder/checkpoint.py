@@ -258,22 +258,20 @@ def describe(path: Path) -> dict[str, Any]:
         require(isinstance(description["config"], dict), f"its config is {description['config']!r}, expected an object")
         workers = description["workers"]
         require(
-            isinstance(workers, list) and bool(workers) and all(_is_count(number, 0) for number in workers),
+            isinstance(workers, list) and bool(workers) and all(_is_count(number) for number in workers),
             f"its workers are {workers!r}, expected their numbers",
         )
-        require(_is_count(description["rounds"], 0), f"its rounds are {description['rounds']!r}, expected a number")
+        require(_is_count(description["rounds"]), f"its rounds are {description['rounds']!r}, expected a number")
         origin = Position(*description["origin"])
-        require(
-            all(_is_count(n, 0) for n in origin), f"its origin is {description['origin']!r}, expected three numbers"
-        )
+        require(all(_is_count(n) for n in origin), f"its origin is {description['origin']!r}, expected three numbers")
         return {"digests": None} | description | {"origin": origin}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
         raise _damaged(path / "checkpoint.json", reason) from error
 
 
-def _is_count(value: Any, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def last_described(folder: Path) -> tuple[Path, dict[str, Any]] | None:

@@ -19,10 +19,9 @@ from ....codec.quantize.levels import level_values
 from ....strategy import AveragerAttachment, GradientCompression
 
 CHOSEN = ("bits", "budget_bits", "error")
-NOTHING: Mapping[str, Tensor] = {}
 
 
-def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor] = NOTHING) -> dict[str, Any]:
+def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the codec's relative `variance` on these gradients, its `levels` if they adapt, and what it chose for layers.
 
         variance = |Q(g) - g|^2 / |g|^2

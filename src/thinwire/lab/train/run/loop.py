@@ -195,8 +195,10 @@ class _Worker:
                     self.strategy.set_epoch(self.upcoming_step.begins_epoch)
                     self.training.carried = None
             if self._step(self.upcoming_step, interruption):
-                after = self._after_step if self.commits is None else self._after_own_step
-                stop = after(self.upcoming_step, interruption)
+                if self.commits is None:
+                    stop = self._after_step(self.upcoming_step, interruption)
+                else:
+                    stop = self._after_rounds(interruption) or 0
                 self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
             elif self.blocks is not None:  # its blocks are assigned again
                 self.upcoming_step = None
@@ -285,12 +287,12 @@ class _Worker:
 
     # ---- with a quorum ----
 
-    def _after_own_step(self, step: Step, interruption: Interruption) -> int:
-        """Make what is due after each round that this worker has merged; returns the signal that stops the run."""
-        return self._after_rounds(interruption) or 0
-
     def _after_rounds(self, interruption: Interruption) -> int | None:
-        """As above; None if not all workers have met."""
+        """Make what is due after each round that this worker has merged.
+
+        Returns:
+            The signal that stops the run, 0 for none; None if not all workers have met.
+        """
         state, comm, (commits, ahead) = self.state, self.workers.comm, self._counted
         while merged := commits.next(ahead):
             before, state.done = state.done, merged.done
@@ -309,7 +311,7 @@ class _Worker:
         return None
 
     def _wait_for_others(self, interruption: Interruption) -> int:
-        """No block is left for this worker: merge the rounds of others until all meet. Returns as `_after_own_step`."""
+        """No block is left for this worker: merge the rounds of others until all meet. Returns the signal."""
         while (stop := self._after_rounds(interruption)) is None:
             if not cast(LocalUpdates, self.strategy).drain():  # blocks of this epoch were given back
                 self._end_row()

@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from ....comm import Communicator, ElasticCommunicator
 from ....comm.members import Members
@@ -90,6 +90,8 @@ class Workers(ABC):
 class FixedWorkers(Workers):
     """The same workers from the first step to the last."""
 
+    in_round: ClassVar[bool] = False
+
     def __init__(self, comm: Communicator):
         self.comm, self.number, self.is_first, self.started = comm, comm.rank, comm.rank == 0, range(comm.size)
         self._has_begun = False
@@ -97,10 +99,6 @@ class FixedWorkers(Workers):
     @property
     def writes(self) -> bool:
         return self.is_first
-
-    @property
-    def in_round(self) -> bool:
-        return False
 
     def begin_round(self, strategy: AveragerAttachment) -> bool:
         is_new, self._has_begun = not self._has_begun, True
