@@ -110,11 +110,6 @@ struct Stream {
         return nb::bytes(bytes.data(), static_cast<size_t>(count));
     }
 
-    size_t recv_into(nb::ndarray<uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> buffer) {
-        iovec piece{buffer.data(), buffer.size()};
-        return static_cast<size_t>(until_done([&] { return session->receive(&piece, 1); }, true));
-    }
-
     // Without a time limit, what the socket does not take at once waits for the next call; it is short then.
     void sendall(nb::ndarray<const uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu> bytes) {
         iovec piece{const_cast<uint8_t*>(bytes.data()), bytes.size()};
@@ -148,7 +143,6 @@ NB_MODULE(_engine, m) {
         }, "context"_a, "descriptor"_a, "accepts"_a)
         .def("settimeout", [](Stream& stream, double seconds) { stream.seconds = seconds; }, "seconds"_a)
         .def("recv", &Stream::recv, "size"_a)
-        .def("recv_into", &Stream::recv_into, "buffer"_a, nb::sig("def recv_into(self, buffer: bytearray | memoryview) -> int"))
         .def("sendall", &Stream::sendall, "data"_a, nb::sig("def sendall(self, data: bytes | memoryview) -> None"))
         .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
         .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
