@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +22,7 @@ from rich.console import Console, ConsoleDimensions
 from thinwire.lab.sweep import Status, execute, read_sweep, run_locally, status_of
 from thinwire.lab.sweep.execute import read_run, start, write_down
 from thinwire.lab.sweep.show import StatusLines, status_table, statuses_of
+from thinwire.lab.sweep.status import locked
 
 SWEEP = ["-m", "thinwire", "sweep", "grid.toml"]
 SHORT = """
@@ -165,6 +167,15 @@ def test_a_sweep_is_stopped_in_good_order_and_continued(tmp_path, monkeypatch):
         assert process.wait(400) == 130
     after = rows_of(first)
     assert after[: len(before)] == before and [row["step"] for row in after] == list(range(1, len(after) + 1))
+
+
+def test_a_run_starts_while_another_process_looks_at_it(tmp_path):
+    path = tmp_path / "lock"
+    with open(path, "w") as lock, open(path) as looking, open(path, "w") as late:
+        fcntl.flock(looking, fcntl.LOCK_SH)
+        threading.Timer(0.2, looking.close).start()
+        assert locked(lock)
+        assert not locked(late)
 
 
 def test_a_run_that_begins_as_ctrl_c_comes_is_stopped_too(tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ import fcntl
 import json
 import os
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -77,12 +78,15 @@ def is_locked(path: Path) -> bool:
 
 
 def locked(file: IO[str]) -> bool:
-    """Try to lock this file; False if another process holds the lock."""
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    except BlockingIOError:
-        return False
+    """Try to lock this file; False if another process holds the lock. One that only looks keeps nobody out."""
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if is_locked(Path(file.name)):
+                return False
+            time.sleep(0.01)
 
 
 def log_tail(run: PlannedRun, num_lines: int) -> list[str]:
