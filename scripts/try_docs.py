@@ -41,6 +41,7 @@ ELSEWHERE = [  # what a command or Python matches, and why it does not run here
     (r"example\.org|\bADDRESS\b|http://host", "needs other hosts"),
     (r"train (cifar10|imagenet|wmt16|wikitext|multi30k)(?!.*--help)", "needs a data set"),
     (r'mesh\("cuda"|gpu\.py (?!--dry-run|#|$)', "needs a GPU"),
+    (r"^until ", "starts a worker again until its training has ended"),
     (r"torchft", "needs torchft: tests/comm/elastic/test_elastic.py"),
     (r"\.\.\. ", "names something of the reader's"),
 ]
