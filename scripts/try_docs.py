@@ -88,6 +88,7 @@ wait $!
     r"--lighthouse http://host:29510 --first-worker": r"""
 # Workers that join an elastic run from another shell.
 set -e
+rm -f first.txt
 thinwire train digits --workers 2 --elastic --epochs 30 --name first --overwrite > first.txt 2>&1 & first=$!
 trap 'kill $first 2> /dev/null || true' EXIT
 until grep -q "http://" first.txt; do kill -0 $first; sleep 0.2; done

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import runpy
+import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -166,6 +167,29 @@ def test_a_script_under_torchrun_goes_on_from_the_epoch_that_all_have_saved(tmp_
     for rank, before in enumerate(saved):
         after = torch.load(tmp_path / "mine" / f"{rank}.4", weights_only=True)
         torch.testing.assert_close(after["model"], before["model"], rtol=0, atol=0)
+
+
+def test_torchrun_starts_the_workers_of_a_script_again(tmp_path):
+    """With the command of the page, on one machine."""
+    page = GUIDE.parent / "clusters.md"
+    (script,) = [block for block in blocks(page) if block.file == "mine.py"]
+    (command,) = re.findall(r"^\S* ?torchrun .* --max-restarts 3 mine.py", page.read_text(), re.MULTILINE)
+    here = {"--nnodes 2 --nproc-per-node 8": "--nnodes 1 --nproc-per-node 2", "node1:29400": "localhost:0"}
+    for there, value in here.items():
+        assert there in command
+        command = command.replace(there, value)
+    begins = "    sampler.set_epoch(epoch)\n"
+    dies = begins + "    if (done, epoch, rank) == (0, 2, 1):\n        os.kill(os.getpid(), 9)\n"
+    (tmp_path / "mine.py").write_text(script.code.replace(begins, dies))
+    done = subprocess.run(
+        ["timeout", "-k", "10", "150", "bash", "-c", command],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    assert re.match("[12] epochs were done", done.stdout), done.stdout
 
 
 def site_hooks():
