@@ -9,9 +9,14 @@ def controls() -> Iterator[tuple[socket.socket, str]]:
     """Each connection, open until the next one, and its congestion control."""
     for descriptor in os.listdir("/proc/self/fd"):
         try:
-            connection = socket.socket(fileno=os.dup(int(descriptor)))
+            copy = os.dup(int(descriptor))
         except OSError:
-            continue  # no socket, or the descriptor of the listing itself
+            continue  # the descriptor of the listing itself
+        try:
+            connection = socket.socket(fileno=copy)
+        except OSError:
+            os.close(copy)  # no socket
+            continue
         with connection:
             if connection.family in (socket.AF_INET, socket.AF_INET6) and _is_connected(connection):
                 yield (
