@@ -133,19 +133,18 @@ class Listener:
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
         self._max_bytes, self._num_unread = max_bytes, 0  # bytes of answers
         at = relay.relay_of(host)
-        self._is_at_relay = at is not None
-        self._listener = socket.socket() if self._is_at_relay else listening_socket(host, port)
-        self.port: int = next(_PORTS_AT_RELAYS) if self._is_at_relay else self._listener.getsockname()[1]
+        self._listener = listening_socket(host, port) if at is None else socket.socket()
+        self.port: int = self._listener.getsockname()[1] if at is None else next(_PORTS_AT_RELAYS)
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
         self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
         self._list, self._context = self._revoked(), self._new_context()
-        threading.Thread(target=self._accept, name="thinwire-tls", daemon=True).start()
         self._attendance: relay.Attendance | None = None
         if at is not None:
             token = relay.token_at(host, self.port)
             self._attendance = relay.Attendance(at, token, HANDSHAKE_SECONDS, lambda raw: self._talk_with(raw, at))
+        threading.Thread(target=self._accept, name="thinwire-tls", daemon=True).start()
 
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
@@ -178,7 +177,7 @@ class Listener:
     def _accept(self) -> None:
         poll = select.poll()
         with contextlib.suppress(OSError, ValueError):  # closed
-            if not self._is_at_relay:
+            if self._attendance is None:
                 poll.register(self._listener, select.POLLIN)
             while not self._is_closed:
                 is_ready = poll.poll(1000 * LOOK_SECONDS)
