@@ -131,6 +131,28 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path, 
     place.close()
 
 
+def test_a_worker_of_a_run_that_replaces_another_reads_no_checkpoint_of_that(tmp_path, monkeypatch):
+    """It may come before the first worker of the command has emptied the folder. One that is started again reads its own."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    config = RunConfig("digits", elastic=True, workers=2, batch_size=200, max_steps=2, model=DigitsNet(width=4))
+
+    def run(number, is_restart=False, **options):
+        place = Lighthouse(1, "127.0.0.1")
+        with ElasticCommunicator(place.address, number, min_workers=1) as comm:
+            loop.run(replace(config, **options), tmp_path, comm, Interruption(), is_restart=is_restart)
+        place.close()
+
+    run(0)
+    first = (tmp_path / "checkpoints/step-000002/worker-0.pt").read_bytes()
+    run(1, overwrite=True, max_steps=1)
+    assert (tmp_path / "checkpoints/step-000001/worker-1.pt").exists()
+    assert (tmp_path / "checkpoints/step-000002/worker-0.pt").read_bytes() == first
+    (tmp_path / "checkpoints/step-000002/worker-0.pt").write_bytes(b"")
+    (tmp_path / "checkpoints/step-000001/worker-1.pt").write_bytes(b"")
+    with pytest.raises(ValueError, match="no other checkpoint is whole"):
+        run(1, is_restart=True, overwrite=True)
+
+
 def test_options_of_elastic_runs_are_checked(tmp_path):
     with pytest.raises(ValueError, match="belong to elastic; add --elastic"):
         RunConfig("digits", lighthouse="http://node1:29510")

@@ -341,7 +341,12 @@ def load_latest(
         return Loaded(*(values[name] for name in Loaded._fields))
     if mistakes and not comm.is_elastic:
         raise none_is_whole(folder, mistakes)
-    return Loaded(0, {}, comm.size, START, 0, None, None, mistakes)
+    return nothing(comm, mistakes)
+
+
+def nothing(comm: Communicator, damaged: dict[str, str]) -> Loaded:
+    """The start of a run without a checkpoint; `damaged` are the names and mistakes of those that cannot be read."""
+    return Loaded(0, {}, comm.size, START, 0, None, None, damaged)
 
 
 def none_is_whole(folder: Path, mistakes: dict[str, str]) -> SharedError:

@@ -152,7 +152,10 @@ class _Worker:
         self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
-        loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
+        if workers.begins_anew:
+            loaded = checkpoint.nothing(workers.comm, {})
+        else:
+            loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
         self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:

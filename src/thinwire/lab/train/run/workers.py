@@ -39,12 +39,15 @@ class Workers(ABC):
         number: of this worker, which no other worker has.
         is_first: whether this worker begins the run's folder.
         started: the numbers of the workers that were started with this one, itself among them.
+        begins_anew: whether checkpoints in the folder may still be those of a run that this one replaces: elastic workers do
+            not wait for the first one to empty it.
     """
 
     comm: Communicator
     number: int
     is_first: bool
     started: Sequence[int]
+    begins_anew: bool
 
     @property
     @abstractmethod
@@ -94,7 +97,7 @@ class FixedWorkers(Workers):
 
     def __init__(self, comm: Communicator):
         self.comm, self.number, self.is_first, self.started = comm, comm.rank, comm.rank == 0, range(comm.size)
-        self._has_begun = False
+        self._has_begun, self.begins_anew = False, False
 
     @property
     def writes(self) -> bool:
@@ -134,6 +137,7 @@ class ElasticWorkers(Workers):
     def __init__(self, config: RunConfig, comm: ElasticCommunicator, is_restart: bool):
         self.comm, self.number = comm, comm.number
         self.is_first = comm.number == config.first_worker and not is_restart
+        self.begins_anew = config.overwrite and not is_restart
         self.started = range(config.first_worker, config.first_worker + config.workers)
         self._members: Members | None = None
         self._synchronized: Members | None = None
