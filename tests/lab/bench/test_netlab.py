@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import fcntl
 import json
 import os
 import re
@@ -44,6 +45,14 @@ needs_bbr = pytest.mark.skipif(
     not (CONTROLS.exists() and {"bbr", "cubic"} <= set(CONTROLS.read_text().split())),
     reason="this kernel has no BBR or no CUBIC",
 )
+
+
+@pytest.fixture(autouse=True)
+def one_lab_at_a_time(tmp_path_factory):
+    """These tests measure what packets meet, so no two processes of pytest run them at the same time."""
+    with open(tmp_path_factory.getbasetemp().parent / "netlab.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def _python(code: str, *options: str) -> list[str]:
