@@ -1,6 +1,7 @@
 """What all tests need: few threads on few cores, Ctrl-C heard by the processes that tests start, and one fork server."""
 
 import gc
+import itertools
 import multiprocessing.forkserver
 import os
 import signal
@@ -51,8 +52,22 @@ INTEGRATION = (
 )
 
 
+def _dealt(items: list, processes: int) -> list:
+    """In as many shares as there are processes: each begins with one, and takes from the others' ends when it has none left.
+
+    Integrations come first in each share, because they wait, and nothing else would be left to run meanwhile. The tests of a
+    file stay together, for the sake of what they share.
+    """
+    files = [list(tests) for _, tests in itertools.groupby(items, key=lambda item: item.path)]
+    files.sort(key=lambda tests: (tests[0].get_closest_marker("integration") is None, -len(tests)))
+    shares: list[list] = [[] for _ in range(processes)]
+    for tests in files:
+        min(shares, key=len).extend(tests)
+    return [*itertools.chain(*shares)]
+
+
 def pytest_collection_modifyitems(items) -> None:
-    """Mark the tests of integrations, and choose what the fork server imports.
+    """Mark the tests of integrations, put the tests in order, and choose what the fork server imports.
 
     Spare the garbage collector the modules and the tests. The library asks the fork server for less in some tests, and the
     first to ask would win.
@@ -61,6 +76,7 @@ def pytest_collection_modifyitems(items) -> None:
     for item in items:
         if os.path.relpath(item.path, tests) in INTEGRATION:
             item.add_marker("integration")
+    items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
     from helpers.spawn import PRELOADED
 
     preloaded = list(PRELOADED)

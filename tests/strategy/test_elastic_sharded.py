@@ -100,9 +100,13 @@ def test_three_workers_over_tls_outlive_a_process_and_go_on_from_checkpoints_on_
     """A process of worker 1 is killed, and the worker comes back. Then all are killed, and worker 2 loses its disk."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     keys = str(keys_of(tmp_path / "keys", "machine")[0].folder)
-    place = Program(serve, 0, 2, keys, folder=tmp_path)
-    wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
-    address = f"https://127.0.0.1:{int(place.stdout)}"
+
+    def serve_at_least(workers):
+        place = Program(serve, 0, workers, keys, folder=tmp_path)
+        wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
+        return place, f"https://127.0.0.1:{int(place.stdout)}"
+
+    place, address = serve_at_least(2)
 
     def start(number, together, dies_after=None):
         (tmp_path / f"{number}").mkdir(exist_ok=True)
@@ -125,10 +129,11 @@ def test_three_workers_over_tls_outlive_a_process_and_go_on_from_checkpoints_on_
     for rows in (*first[:2], *first[4:]):
         assert [row["round"] for row in rows] == list(range(1, len(rows) + 1))  # each once
     last = first[0][-1]["round"]
-    for program in workers:
+    for program in (*workers, place):
         program.kill()
     shutil.rmtree(tmp_path / "2")
 
+    place, address = serve_at_least(3)  # so that none of them comes a round late
     workers = [program for number in range(3) for program in start(number, 2)]
     for program in workers:
         program.wait_for_line("done")

@@ -39,7 +39,6 @@ def _why_not() -> str | None:
 
 WHY_NOT = _why_not()
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # for the helpers of the tests
-needs_lab = pytest.mark.skipif(WHY_NOT is not None, reason=f"NO NETWORK LAB HERE, netlab is not tested: {WHY_NOT}")
 CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 needs_bbr = pytest.mark.skipif(
     not (CONTROLS.exists() and {"bbr", "cubic"} <= set(CONTROLS.read_text().split())),
@@ -47,12 +46,17 @@ needs_bbr = pytest.mark.skipif(
 )
 
 
-@pytest.fixture(autouse=True)
-def one_lab_at_a_time(tmp_path_factory):
-    """These tests measure what packets meet, so no two processes of pytest run them at the same time."""
+@pytest.fixture
+def only_lab(tmp_path_factory):
+    """Labs measure what packets meet, so no two processes of pytest have one at the same time."""
     with open(tmp_path_factory.getbasetemp().parent / "netlab.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def needs_lab(test):
+    missing = pytest.mark.skipif(WHY_NOT is not None, reason=f"NO NETWORK LAB HERE, netlab is not tested: {WHY_NOT}")
+    return pytest.mark.usefixtures("only_lab")(missing(test))
 
 
 def _python(code: str, *options: str) -> list[str]:
@@ -318,9 +322,15 @@ def test_connections_of_a_long_line_multiply_and_one_endures_lost_packets(conges
         if comm.rank == 0:
             print(light, few, used.count("bbr"), used.count("cubic") >= 16, set(used) <= {"bbr", "cubic"})
     dist.destroy_process_group()"""
-    done = _run(code, "--line", "200mbit,round_trip=80ms", "--congestion", congestion)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines()[-1].split() == [str(20 * 2 * 250_000.0), "9", "1", "True", "True"]
+
+    def differing():
+        done = _run(code, "--line", "200mbit,round_trip=80ms", "--congestion", congestion)
+        assert done.returncode == 0, done.stdout + done.stderr
+        light, few, *rest = done.stdout.splitlines()[-1].split()
+        assert [light, *rest] == [str(20 * 2 * 250_000.0), "1", "True", "True"]
+        return {"connections"} if few != "9" else set()  # others take over from one that a busy machine holds up
+
+    assert not _always(differing, tries=3)
 
 
 @needs_lab
