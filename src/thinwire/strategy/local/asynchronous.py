@@ -2,8 +2,8 @@
 
     1. measure    g_i = anchor - parameters, from the version of the anchor that this worker went on from
     2. send       encoded, to all workers; the worker trains on until its round is committed, for `delay` steps at most
-    3. merge      all rounds up to the one that has its change, in order (`agreement.py`): the same shares in rank order, with
-                  the same weights, so that anchors have the same bits on all workers at each version
+    3. merge      all rounds up to the one that has its change, in order (`commit_protocol.py`): the same shares in rank order,
+                  with the same weights, so that anchors have the same bits on all workers at each version
     4. go on      parameters <- anchor + what they changed since the send
 
 A worker's anchor stays where its change was measured from until it merges. Rounds that others commit meanwhile wait, encoded.
@@ -29,7 +29,7 @@ from ...average.robust.record import RuleState
 from ...clock import Clock
 from ...comm import Communicator
 from ...membership import State, nested, shared
-from .agreement import Agreement, CommittedRound
+from .commit_protocol import CommitProtocol, CommittedRound
 from .fragments import Fragment, offset
 from .quorum import Quorum, StepTimer, steps_of
 
@@ -148,7 +148,7 @@ class AsynchronousRounds:
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
         self._has_drained, self._most_ahead = False, steps_ahead(strategy.every, strategy.delay)
         most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
-        self.agreement = Agreement(quorum, len(fragments), comm, most)
+        self.protocol = CommitProtocol(quorum, len(fragments), comm, most)
 
     # ---- steps of the inner optimizer ----
 
@@ -158,13 +158,13 @@ class AsynchronousRounds:
 
     def stepped(self, step: int) -> None:
         """Step `step` of a period has ended."""
-        self.agreement.check()
+        self.protocol.check()
         self._timer.stepped()
         self.is_synchronized = False
         if self._is_first_period and self._quorum.follow_speed:
             self._choose_period(step)
             if len(self._timer.durations).bit_count() == 1:  # 1, 2, 4, ... steps are measured
-                self.agreement.tell_speed()
+                self.protocol.tell_speed()
         for fragment in self._fragments:
             fragment.tokens += self._step_tokens or 1
         self._step_tokens = 0
@@ -181,12 +181,12 @@ class AsynchronousRounds:
     def _choose_period(self, step: int) -> None:
         """Set H and tau of this worker, in a period of which `step` steps are done."""
         speed = self._timer.speed
-        self.agreement.speed = speed
+        self.protocol.speed = speed
         if self._quorum.follow_speed:
-            every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
+            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
             self.every = max(every, step)
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
-        self.agreement.delay_seconds = self.delay * self._timer.step_seconds
+        self.protocol.delay_seconds = self.delay * self._timer.step_seconds
         for i, fragment in enumerate(self._fragments):
             if fragment.offset >= step or step == 0:  # else it was sent in this period
                 fragment.offset = max(offset(i, len(self._fragments), self.every), step)
@@ -204,7 +204,7 @@ class AsynchronousRounds:
         blocks = (
             (self.leases.claim_share(), steps_ahead(self.every, self.delay)) if self.leases and not place else (0, 0)
         )
-        fragment.pending_share = self.agreement.send(place, self._taken[place], tokens, blocks, message)
+        fragment.pending_share = self.protocol.send(place, self._taken[place], tokens, blocks, message)
         self._comm.ledger.record_round(fragment.pending_share.num_bytes)
 
     def merge(self, fragment: Fragment, apply: Callable[[Fragment], bool]) -> bool:
@@ -213,7 +213,7 @@ class AsynchronousRounds:
         assert share is not None
         with self._clock("blocked"):
             share.wait()
-        rounds = self.agreement.take(self._places[id(fragment)])
+        rounds = self.protocol.take(self._places[id(fragment)])
         return all([self._commit(fragment, one, apply) for one in rounds])
 
     def go_on(self, fragment: Fragment, parts: Sequence[Tensor]) -> None:
@@ -229,7 +229,7 @@ class AsynchronousRounds:
         if self._has_drained:
             return False
         with self._clock("blocked"):
-            rounds = self.agreement.drain()
+            rounds = self.protocol.drain()
         for fragment, new in zip(self._fragments, rounds, strict=True):
             for one in new:
                 self._commit(fragment, one, apply)
@@ -242,7 +242,7 @@ class AsynchronousRounds:
         for fragment in self._fragments:
             fragment.tokens = 0
         if self.leases:
-            self.leases.all_met(self.agreement.members_at_end, self._most_ahead)
+            self.leases.all_met(self.protocol.members_at_end, self._most_ahead)
 
     def assign_blocks(self, leases: Leases) -> None:
         """Let this assign blocks of data from now on."""

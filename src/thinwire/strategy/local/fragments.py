@@ -18,7 +18,7 @@ from ...algorithm import require, required
 from ...average.base import NamedTensors
 from ...membership import Form, State, config, copied, nested, pending, restart, shared
 from ..flight import Flight
-from .agreement import Pending
+from .commit_protocol import Pending
 from .inverse_norm import NormStatistics
 
 Fragments = int | Sequence[str | Sequence[str]]

@@ -207,7 +207,7 @@ class LocalUpdates(OwnModelAttachment):
         self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
         self._record.committed = rounds.committed
         # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
-        dropped = finalize(self, rounds.agreement.close, False)
+        dropped = finalize(self, rounds.protocol.close, False)
         dropped.atexit = False
         self._on_detach(dropped.detach)
 
@@ -382,7 +382,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic.end(again=False)
             self._merge_all()
             if self._asynchronous is not None:
-                self._asynchronous.agreement.leave()
+                self._asynchronous.protocol.leave()
         except BaseException as error:
             self._abandon(error)
             raise
@@ -390,7 +390,7 @@ class LocalUpdates(OwnModelAttachment):
     def _abandon(self, error: BaseException) -> None:
         """Rounds in flight end in their own threads; with a quorum, the others go on without this worker."""
         if self._asynchronous is not None:
-            self._asynchronous.agreement.close(wait=False)
+            self._asynchronous.protocol.close(wait=False)
 
     # ---- one step of the inner optimizer ----
 

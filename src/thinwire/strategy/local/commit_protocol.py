@@ -102,7 +102,7 @@ class PhaseEnd(NamedTuple):
     members: list[int]
 
 
-class Agreement:
+class CommitProtocol:
     """Sends shares and learns which of them each round merges; see the module's text. All workers construct it together.
 
     Args:
@@ -564,7 +564,7 @@ class Agreement:
 class Pending:
     """A share that no round has merged yet, as far as this worker knows; `num_bytes` are sent of it."""
 
-    def __init__(self, agreement: Agreement, fragment: int, number: int, num_bytes: int):
+    def __init__(self, agreement: CommitProtocol, fragment: int, number: int, num_bytes: int):
         self._agreement, self._fragment, self._number, self.num_bytes = agreement, fragment, number, num_bytes
 
     @property
