@@ -351,7 +351,7 @@ def killed(comm, strategy, victim):
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
     handle.synchronize()
-    members = handle._asynchronous.protocol.num_members
+    members = len(handle._asynchronous.protocol.members_at_end)
     handle.detach()
     return flat(model), members, handle.committed
 

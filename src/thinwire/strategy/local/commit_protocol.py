@@ -28,9 +28,9 @@ the leader decides, and who is lost, is believed.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
+import sched
 import struct
 import threading
 import time
@@ -134,22 +134,23 @@ class CommitProtocol:
             0,
             PhaseEnd(0, [], []),
         )  # the last phase whose rounds are taken, and that all have ended
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []  # a heap of what to do when
-        self._alarmed, self._num_alarms = threading.Condition(self._lock), 0
+        self._alarms, self._alarmed = sched.scheduler(time.monotonic), threading.Condition(self._lock)
         self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
         self._messenger.start()
         threading.Thread(target=self._serve_alarms, name="thinwire-deadlines", daemon=True).start()
 
     # ---- called by the training ----
 
-    @property
-    def num_members(self) -> int:
-        """Workers that take part."""
-        with self._changed:
-            return len(self._members)
+    def send(self, fragment: int, base: int, tokens: int, blocks: tuple[int, int], message: Tensor) -> tuple[int, int]:
+        """Send this worker's next share of a fragment to all others.
 
-    def send(self, fragment: int, base: int, tokens: int, blocks: tuple[int, int], message: Tensor) -> Pending:
-        """Send this worker's next share of a fragment to all others. `blocks` are those that it is made from and wants."""
+        Args:
+            fragment, base, tokens, message: as in `Share`.
+            blocks: of data that the share is made from, and that this worker wants.
+
+        Returns:
+            The share's number, and the bytes that are sent.
+        """
         self.check()
         with self._changed:
             log = self._fragments[fragment]
@@ -159,7 +160,7 @@ class CommitProtocol:
             for peer in self._others():
                 self._messenger.post(peer, QuorumMessage.SHARE, payload)
             self._keep(self._unpacked(payload)[0])  # a copy: the caller's buffers may change
-            return Pending(self, fragment, log.sent, len(self._others()) * payload.numel())
+            return log.sent, len(self._others()) * payload.numel()
 
     def tell_speed(self) -> None:
         """Tell the others how fast this worker is, before its first share."""
@@ -222,7 +223,11 @@ class CommitProtocol:
         return self._fragments[fragment].own_ready >= number
 
     def wait_for(self, fragment: int, number: int) -> None:
-        """Wait until a round with this worker's share can be taken."""
+        """Wait until a round with this worker's share can be taken.
+
+        Raises:
+            CommunicationError: too few workers are left, or this worker was left out.
+        """
         with self._changed:
             self._wait(lambda: self.is_ready(fragment, number))
 
@@ -425,18 +430,13 @@ class CommitProtocol:
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something after so many seconds."""
-        self._num_alarms += 1
-        heapq.heappush(self._alarms, (time.monotonic() + seconds, self._num_alarms, do))
+        self._alarms.enter(seconds, 0, do)
         self._alarmed.notify_all()
 
     def _serve_alarms(self) -> None:
         with self._lock:
             while self._error is None:
-                left = self._alarms[0][0] - time.monotonic() if self._alarms else None
-                if left is not None and left <= 0:
-                    heapq.heappop(self._alarms)[2]()
-                else:
-                    self._alarmed.wait(left)
+                self._alarmed.wait(self._alarms.run(blocking=False))
 
     # ---- a new view ----
 
@@ -559,26 +559,6 @@ class CommitProtocol:
             self._error = CommunicationError(f"rank {self.rank}: asynchronous local updates have stopped: {reason}")
         self._changed.notify_all()
         self._alarmed.notify_all()
-
-
-class Pending:
-    """A share that no round has merged yet, as far as this worker knows; `num_bytes` are sent of it."""
-
-    def __init__(self, agreement: CommitProtocol, fragment: int, number: int, num_bytes: int):
-        self._agreement, self._fragment, self._number, self.num_bytes = agreement, fragment, number, num_bytes
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether a round that has it can be taken."""
-        return self._agreement.is_ready(self._fragment, self._number)
-
-    def wait(self) -> None:
-        """Wait for the round that has it.
-
-        Raises:
-            CommunicationError: too few workers are left, or this worker was left out.
-        """
-        self._agreement.wait_for(self._fragment, self._number)
 
 
 class _Log:

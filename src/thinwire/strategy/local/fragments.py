@@ -18,7 +18,6 @@ from ...algorithm import require, required
 from ...average.base import NamedTensors
 from ...membership import Form, State, config, copied, nested, pending, restart, shared
 from ..flight import Flight
-from .commit_protocol import Pending
 from .inverse_norm import NormStatistics
 
 Fragments = int | Sequence[str | Sequence[str]]
@@ -116,6 +115,7 @@ class Fragment(State):
 
     Attributes:
         offset: after how many steps of a period it is exchanged, 1 .. H.
+        index: which of the fragments it is.
         places: positions of its parameters among those of the strategy.
         anchors: its part of the anchor.
         changes: the pseudo-gradients, which become their mean. They are saved, with `pulled`, while they wait to be merged.
@@ -133,10 +133,13 @@ class Fragment(State):
         rejected: under gossip, whether this worker's changes in the present round were not finite.
         tokens: with a quorum, those that this worker's next change is made from.
         committed_tokens: with a quorum, those that merged changes of all workers were made from.
-        pending_share: with a quorum, this worker's change that no round has merged yet.
+        base: with a quorum, the version of this worker's anchors.
+        sent: with a quorum, copies of its parameters when its change was sent.
+        pending_share: with a quorum, the number of this worker's change that no round has merged yet.
     """
 
     offset: int = config()
+    index: int = config()
     places: list[int] = config()
     anchors: list[tuple[str, nn.Parameter]] = config()
     changes: list[Tensor] = shared(form=Form(_saved_changes, _loaded_changes))
@@ -153,18 +156,15 @@ class Fragment(State):
     rejected: bool = shared(default=False)
     tokens: int = restart(default=0)
     committed_tokens: int = shared(default=0)
-    pending_share: Pending | None = pending(default=None)
+    base: int = config(default=0)
+    sent: list[Tensor] = pending(default_factory=list)
+    pending_share: int | None = pending(default=None)
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and is not merged."""
         is_there = self.finite is not None or self.pending_share is not None
         return is_there or self.is_sent or self.flight is not None
-
-    @property
-    def is_committed(self) -> bool:
-        """With a quorum: whether this worker's change is in a round that can be merged now."""
-        return self.pending_share is not None and self.pending_share.is_committed
 
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""
@@ -202,5 +202,5 @@ def make_fragments(
         held = [anchors[place] for place in places]
         changes = [torch.zeros_like(anchor.detach()) for _, anchor in held]
         pulled = [torch.zeros_like(g) for g in changes] if pulls else []
-        made.append(Fragment(offset(i, len(divided), every), places, held, changes, pulled))
+        made.append(Fragment(offset(i, len(divided), every), i, places, held, changes, pulled))
     return made

@@ -415,12 +415,12 @@ class LocalUpdates(OwnModelAttachment):
         self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
-        if self._asynchronous is not None:
-            self._asynchronous.stepped(step)
-        self._record.step = step % self._every
         for fragment in self._fragments:
             fragment.has_moved = True
             fragment.steps_to_merge -= fragment.in_flight
+        if self._asynchronous is not None:
+            self._asynchronous.stepped(step)
+        self._record.step = step % self._every
         self._end_step()
         if self._asynchronous is not None:
             if self._record.step == 0:
@@ -429,7 +429,7 @@ class LocalUpdates(OwnModelAttachment):
 
     def _end_step(self) -> None:
         """Merge and begin what is due. That follows from the record alone, as a worker may be healed meanwhile."""
-        merging = [f for f in self._fragments if f.in_flight and (f.steps_to_merge == 0 or f.is_committed)]
+        merging = [f for f in self._fragments if f.in_flight and f.steps_to_merge == 0]
         beginning = [f for f in self._fragments if self._is_due(f)]
         must_end = beginning or any(fragment.is_sent for fragment in merging)
         if self._elastic is not None and must_end and not self._elastic.end():
