@@ -182,21 +182,28 @@ class AsynchronousRounds:
         fragment.pending_share, num_bytes = self.protocol.send(fragment.index, fragment.base, tokens, blocks, message)
         self._comm.ledger.record_round(num_bytes)
 
-    def merge(self, fragment: Fragment, apply: Callable[[Fragment], bool]) -> bool:
-        """Phase 3: wait for the round of this worker's change. `apply` takes the outer step. Returns whether all was finite."""
+    def merge(self, fragment: Fragment, parts: Sequence[Tensor], apply: Callable[[Fragment], bool]) -> bool:
+        """Phases 3 and 4: wait for the round of this worker's change, and move its parameters to the new anchor.
+
+        Args:
+            fragment: what is merged.
+            parts: its parameters; those that were not finite restart at the anchor.
+            apply: takes the outer step, and returns whether its result was finite.
+
+        Returns:
+            Whether all was finite.
+        """
         share, fragment.pending_share = fragment.pending_share, None
         assert share is not None
         with self._clock("blocked"):
             self.protocol.wait_for(fragment.index, share)
         rounds = self.protocol.take(fragment.index)
-        return all([self._commit(fragment, one, apply) for one in rounds])
-
-    def go_on(self, fragment: Fragment, parts: Sequence[Tensor]) -> None:
-        """Phase 4; parameters that were not finite restart at the anchor."""
+        is_finite = all([self._commit(fragment, one, apply) for one in rounds])
         anchors, sent = [anchor for _, anchor in fragment.anchors], fragment.sent or parts
         for anchor, p, before in zip(anchors, parts, sent, strict=True):
             p.copy_(anchor if before is p else anchor + (p.to(anchor.dtype) - before.to(anchor.dtype)))
         fragment.sent = []
+        return is_finite
 
     def drain(self, apply: Callable[[Fragment], bool]) -> bool:
         """Merge the next rounds of others; returns False once all workers call it, and all rounds are merged."""

@@ -41,7 +41,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -66,11 +65,8 @@ from ...membership import (
 from ...streams import WorkStream, refuse_capture
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
-from ..model.ddp import DdpRefusal, refuse_ddp
-from ..model.live_parameters import LiveParameters
-from ..model.models import make_equal, trainable, unexpanded, updated_by, values_of
-from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
-from ..model.own_gradients import OwnGradients
+from ..model.models import unexpanded, values_of
+from ..model.optimizer_step import ScalerWatch
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed, Leases
@@ -143,26 +139,21 @@ class LocalUpdates(OwnModelAttachment):
     """What `Local` attaches: the rounds of one model."""
 
     call = "Local"
+    takes_all = True
     averager: Averager
     strategy: Local
     _record: LocalState
     _asynchronous: AsynchronousRounds | None
 
     def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
-        refuse_ddp(self.call, model)
-        super().__init__(strategy, model, trainable(model), runtime)
-        self._optimizer = stepping_optimizer(self.call, optimizer)
-        updated_by(self.call, self._optimizer, model)
+        super().__init__(strategy, model, optimizer, runtime)
         require(
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._clock, self._asynchronous = Clock(), None
         with self._attaching() as comm:
-            names = [name for name, _ in self.parameters]
-            make_equal(model, comm, parameters=names)
-            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._device, self._clock.device = WorkStream(device), device, device
@@ -191,8 +182,6 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._on_detach(DdpRefusal(self.call, self.parameters).end)
-            self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)
 
@@ -206,10 +195,7 @@ class LocalUpdates(OwnModelAttachment):
         )
         self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
         self._record.committed = rounds.committed
-        # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
-        dropped = finalize(self, rounds.protocol.close, False)
-        dropped.atexit = False
-        self._on_detach(dropped.detach)
+        self._on_drop(rounds.protocol.close, False)
 
     @property
     def committed(self) -> Committed:
@@ -364,12 +350,6 @@ class LocalUpdates(OwnModelAttachment):
         """Under push-sum the weight of the first fragment, which those of others soon equal."""
         return 1.0 / self.averager.debias_factor(self._fragments[0].state)
 
-    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
-        if comm is not None:
-            return comm
-        self._ready()  # rounds in flight use the strategy's own
-        return self.comm
-
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
@@ -393,14 +373,6 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous.protocol.close(wait=False)
 
     # ---- one step of the inner optimizer ----
-
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        self._require_own_optimizer(optimizer)
-        self._require_own_model("optimizer.step()")
-        self._live.check()
-        return self._own_gradients.guard(optimizer, args, kwargs)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -537,7 +509,8 @@ class LocalUpdates(OwnModelAttachment):
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         """Phases 3 and 4."""
         if self._asynchronous is not None:
-            self._merge_committed(self._asynchronous, fragment)
+            if not self._asynchronous.merge(fragment, self._parts(fragment), self._apply):
+                self._warn()
             return
         if fragment.flight is not None:
             with self._clock("blocked"):
@@ -551,11 +524,6 @@ class LocalUpdates(OwnModelAttachment):
         fragment.rejected = False
         if self._scheduler is not None and fragment is self._fragments[-1]:
             self._scheduler.step()
-
-    def _merge_committed(self, rounds: AsynchronousRounds, fragment: Fragment) -> None:
-        if not rounds.merge(fragment, self._apply):
-            self._warn()
-        rounds.go_on(fragment, self._parts(fragment))
 
     def _begin_period(self) -> None:
         self._record.step = 0
@@ -602,14 +570,7 @@ class LocalUpdates(OwnModelAttachment):
     def _warn(self) -> None:
         warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._model.parameters() if p.requires_grad]
-
     # ---- state: saved, restored, handed to a worker that joins ----
-
-    @property
-    def _states(self) -> list[Any]:
-        return [fragment.state for fragment in self._fragments]
 
     @torch.no_grad()
     def _loaded(self, redistributed: bool) -> None:
@@ -683,5 +644,4 @@ class LocalUpdates(OwnModelAttachment):
 
     def _parts(self, fragment: Fragment) -> list[Tensor]:
         """The parameters of a fragment, as they are now."""
-        parameters = self._live.tensors()
-        return [parameters[place][1] for place in fragment.places]
+        return [values_of(self.parameters[place][1]) for place in fragment.places]
