@@ -8,6 +8,7 @@ One hook, for every step of every optimizer in the process, finds the strategies
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _STRATEGY_OF: WeakValueDictionary[int, AveragerAttachment] = WeakValueDictionary()
 _SHARDS_OF: WeakValueDictionary[int, ShardCompression] = WeakValueDictionary()
 _LOCK = threading.Lock()
-_hook: Any = None
 
 
 def require_unattached(call: str, parameters: NamedTensors) -> None:
@@ -74,10 +74,10 @@ def release(strategy: AveragerAttachment) -> None:
                 del _STRATEGY_OF[id(p)]
 
 
+@functools.cache
 def _set_hook() -> None:
-    global _hook
-    if _hook is None:  # it stays: taking it off would disturb optimizers that step in other threads
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    """From the first strategy on, for good: taking the hook off would disturb optimizers that step in other threads."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] | None:
