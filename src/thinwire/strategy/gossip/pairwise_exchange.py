@@ -136,7 +136,7 @@ class PairwiseExchange:
         try:
             self._serve()
         except BaseException as error:  # the training raises it
-            reason = error.reason if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
+            reason = str(error) if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
             self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
             self._error.__cause__ = error
             self._end_flight()
@@ -262,7 +262,3 @@ def _unexpected(message: Message) -> CommunicationError:
 
 class PeerFailed(Exception):
     """A reason to stop that came from another worker or from the training."""
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 class GradientCompression(AveragerAttachment):
     """What `Gradients` attaches, and the state of `gradient_hook`.
 
+    The phases of `seconds` are compensate, encode, exchange, wait and decode. Waiting and decoding run beside the backward
+    pass; "blocked" is how long backward waited for them at its end.
+
+    A plain module works as before once it is detached; its gradients stay local. DDP cannot remove a hook, so a detached DDP
+    model raises an error in its next backward: wrap the module anew.
+
     Args:
         strategy: the configuration.
         model: a module, or one in DDP.
@@ -74,14 +80,6 @@ class GradientCompression(AveragerAttachment):
         self._rounds: GradientRounds | None = None
         self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
         self._warn_unused: finalize[..., GradientCompression] | None = None
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: compensate, encode, exchange, wait, decode.
-
-        Waiting and decoding run beside the backward pass. `blocked` is how long backward waited for them at its end.
-        """
-        return super().seconds
 
     @property
     def codec(self) -> Codec | None:
@@ -130,13 +128,6 @@ class GradientCompression(AveragerAttachment):
             self._saved = saved, among
         else:
             super().load_state_dict(saved, among)
-
-    def detach(self) -> None:
-        """Stop averaging and end the threads. A plain module works as before; its gradients stay local.
-
-        DDP cannot remove a hook, so a detached DDP model raises an error in its next backward: wrap the module anew.
-        """
-        super().detach()
 
     # ---- attaching ----
 

@@ -135,13 +135,15 @@ class GradientRounds:
         order = self._order
         if order is not None:
             tensors.sort(key=lambda pair: order[pair[0]])
+        handle = None
         try:
-            require_whole(self._comm, self._is_broken)
-            with self._work.after_caller():
-                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+            if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
+                with self._work.after_caller():
+                    handle = self._averager.step(self._state, tensors, self._comm, self._scale)
         except CommunicationError:
             if not self._comm.is_elastic:
                 raise
+        if handle is None:
             self._is_broken = True
             for _, future, buffer in held:
                 future.set_result(buffer)
@@ -214,9 +216,3 @@ class GradientRounds:
             self._is_finite, self._is_open = self._shards.commit(self._averager, self._state), False
         else:
             self._averager.discard(self._state)
-
-
-def require_whole(comm: Communicator, is_broken: bool) -> None:
-    """Raise a CommunicationError if an elastic round has failed already, so that nothing more is sent in it."""
-    if comm.is_elastic and is_broken:
-        raise CommunicationError(f"rank {comm.rank}: the round has failed")
