@@ -54,6 +54,7 @@ def register(strategy: AveragerAttachment) -> None:
         ValueError: one of them is attached already.
     """
     with _LOCK:
+        # Checked again, because another thread may have attached since the first check.
         require_unattached(strategy.call, strategy.parameters)
         _STRATEGY_OF.update((id(p), strategy) for _, p in strategy.parameters)
         _set_hook()
@@ -70,6 +71,7 @@ def release(strategy: AveragerAttachment) -> None:
     """Forget the parameters of a strategy."""
     with _LOCK:
         for _, p in strategy.parameters:
+            # A strategy that failed to attach is released too, while another one may hold the parameter.
             if _STRATEGY_OF.get(id(p)) is strategy:
                 del _STRATEGY_OF[id(p)]
 
@@ -89,6 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (of.get(p) for of in (_STRATEGY_OF, _SHARDS_OF) for p in parameters)
+    # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
         args, kwargs = checker.before_step(optimizer, args, kwargs)
     return args, kwargs

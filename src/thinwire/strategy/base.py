@@ -243,6 +243,7 @@ class AveragerAttachment(Attachment):
         if is_elastic:
             redistribute(self._record, states, *among, owners)
         elif as_many:
+            # As many workers as before go on bit for bit, each from its own state.
             rewind(self._record, states[0])
         else:
             redistribute(self._record, states, self.comm.rank, self.comm.size)
@@ -300,6 +301,7 @@ class AveragerAttachment(Attachment):
 
         def load(are_buffers: bool, part: dict[str, Any]) -> None:
             require_names(saved(are_buffers), part, "model")
+            # Not strict, because parameters and buffers come apart; the names were checked above.
             model.load_state_dict(part, strict=False)
 
         comm.share("parameters", partial(saved, False), partial(load, False), is_common)
@@ -364,7 +366,7 @@ class AveragerAttachment(Attachment):
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            if not self.comm.in_round:
+            if not self.comm.in_round:  # the round may heal this worker, which writes into its shards
                 self._shards.reshard()
             self.begin_round()
 

@@ -125,7 +125,7 @@ class AsynchronousGossip(OwnModelAttachment):
     def _end_averaging(self, what: str) -> None:
         self._publish(what)  # a worker that has made no step must be able to answer too
         self._exchange.finish()
-        self._publish(what)
+        self._publish(what)  # adds what the thread has averaged meanwhile
 
     @torch.no_grad()
     def _publish(self, what: str) -> None:

@@ -83,6 +83,7 @@ class PairwiseExchange:
         """Tell the thread that new values were published."""
         now = time.monotonic()
         if self._last_step is not None:
+            # A running mean, in which the last step counts a tenth.
             self._pace_seconds += 0.1 * (now - self._last_step - self._pace_seconds)
         self._last_step, self._has_stepped = now, True
         self._channel.wake()

@@ -187,6 +187,7 @@ class GradientCompression(AveragerAttachment):
 
     def _attach_plain(self) -> None:
         with self._attaching() as comm:
+            # DDP has made its model equal itself.
             make_equal(self._model, comm)
             self._begin(comm)
             self._on_detach(DdpRefusal(self.call, self.parameters).end)
@@ -198,7 +199,7 @@ class GradientCompression(AveragerAttachment):
     def _launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         if self._warn_unused is not None:
             self._warn_unused.detach()
-        self._ready()
+        self._ready()  # `gradient_hook` is built before the workers can be connected
         assert self._rounds is not None
         require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:

@@ -64,7 +64,7 @@ class GradientRounds:
         self._averager, self._state, self._comm, self._scaler, self._order = averager, state, comm, scaler, order
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
         self._finisher = comm.background("thinwire-finish")
-        self._work = WorkStream(torch.device("cpu"))
+        self._work = WorkStream(torch.device("cpu"))  # until the first bucket tells the device
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
         self._finishing: list[Handle] = []
@@ -124,6 +124,7 @@ class GradientRounds:
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
+        # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         self._is_in_backward = torch._C._current_graph_task_id() != -1
         if self._is_in_backward:

@@ -172,6 +172,7 @@ class AsynchronousRounds:
     def send(self, fragment: Fragment, parts: Sequence[Tensor], is_finite: bool) -> None:
         """Phase 2: send the measured changes of a fragment, whose parameters are `parts`."""
         tokens, fragment.tokens = fragment.tokens if is_finite else 0, 0
+        # A change that is not finite is sent without a message, so that its round does not wait for this worker.
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
         if is_finite:
             message = self._averager.message(fragment.state, fragment.named_changes(), self._comm)
@@ -198,6 +199,7 @@ class AsynchronousRounds:
         with self._clock("blocked"):
             self.protocol.wait_for(fragment.index, share)
         rounds = self.protocol.take(fragment.index)
+        # A list, because rounds are merged also after one that was not finite.
         is_finite = all([self._commit(fragment, one, apply) for one in rounds])
         anchors, sent = [anchor for _, anchor in fragment.anchors], fragment.sent or parts
         for anchor, p, before in zip(anchors, parts, sent, strict=True):
@@ -243,6 +245,7 @@ class AsynchronousRounds:
             weights = self._quorum.weights([n * (i in counted) for i, n in enumerate(tokens)], late)
         is_finite = True
         for group in [[i] for i in counted] if stale.steps_by_change else [counted] if counted else []:
+            # Weights add up to 1 over a round, and a step for each change divides by their number itself.
             factor = len(counted) if stale.steps_by_change else 1
             finite = merge(group, [factor * weights[i] for i in group])
             is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
@@ -255,6 +258,7 @@ class AsynchronousRounds:
         fragment.base = one.version
         if fragment.index == 0:
             if self.leases:
+                # A worker gets no more blocks than a period needs, whatever it asks for.
                 parts = {
                     share.worker: Part(share.blocks, min(share.wanted, self._most_ahead), weight > 0)
                     for share, weight in zip(shares, weights, strict=True)

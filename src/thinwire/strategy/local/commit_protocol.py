@@ -194,6 +194,7 @@ class CommitProtocol:
             versions = self._ended.versions
             self._wait(lambda: all(log.have >= v for log, v in zip(self._fragments, versions, strict=True)))
             rounds = [self.take(fragment, version) for fragment, version in enumerate(versions)]
+            # The caller merges what it gets and calls again; the phase ends with the call that gets nothing.
             self._phase += not any(rounds)
             return rounds
 
@@ -210,7 +211,7 @@ class CommitProtocol:
     def close(self, wait: bool = True) -> None:
         """Hang up, and wait until what was sent has left."""
         with self._changed:
-            self._fail("it has hung up")
+            self._fail("it has hung up")  # ends the thread of the deadlines
         self._messenger.close(wait)
 
     def check(self) -> None:
@@ -350,7 +351,7 @@ class CommitProtocol:
     def _learn(self, fragment: int, version: int, shares: list[list[int]]) -> None:
         """A commit."""
         log = self._fragments[fragment]
-        if version <= log.version:
+        if version <= log.version:  # reports and views repeat what this worker knows
             return
         if version != log.version + 1:
             raise ValueError(f"version {version} of fragment {fragment} after {log.version}")
@@ -392,6 +393,7 @@ class CommitProtocol:
             return
         if log.first_at is None:
             log.first_at = now
+            # If no other share comes, only this looks at the round again.
             self._later(self._quorum.patience_seconds, self._decide)
         active = {rank for rank in self._members if self._done.get(rank) != self._ended.phase + 1}
         ranks = {rank for rank, _ in arrived}
@@ -532,7 +534,7 @@ class CommitProtocol:
         self._ended = max(self._ended, PhaseEnd(*note["ended"]))
 
     def _install_view(self, note: Mapping[str, Any]) -> None:
-        if note["view"] <= self._view:
+        if note["view"] <= self._view:  # a report carries the view of its sender, which may be older
             return
         members = set(note["members"])
         if self.rank not in members:

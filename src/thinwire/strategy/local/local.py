@@ -174,7 +174,7 @@ class Local(Averaging[LocalUpdates]):
             f"{', '.join(named)}",
         )
         if self.outer is not None:
-            self.quorum.stale.outer(self.outer, 1)
+            self.quorum.stale.outer(self.outer, 1)  # raises if the rule does not suit this optimizer
 
     @property
     def rhythm(self) -> Rhythm:

@@ -163,6 +163,7 @@ class LocalUpdates(OwnModelAttachment):
             made = outer([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
+            # Compared here, because a function that makes it is another object on each worker.
             comm.check_agreement({"outer optimizer": repr(self._outer)})
             if self.averager.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
@@ -435,7 +436,7 @@ class LocalUpdates(OwnModelAttachment):
         """Average those states of the inner optimizer whose period ends with this step."""
         due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
         if due:
-            self._ready()
+            self._ready()  # rounds in flight use the communicator
         for key in due if self.comm.in_round else []:
             try:
                 average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
@@ -522,7 +523,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._warn()
         self._restart(fragment, alpha if finite and not fragment.rejected else 0.0)
         fragment.rejected = False
-        if self._scheduler is not None and fragment is self._fragments[-1]:
+        if self._scheduler is not None and fragment is self._fragments[-1]:  # once a period
             self._scheduler.step()
 
     def _begin_period(self) -> None:
