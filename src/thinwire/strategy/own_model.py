@@ -140,6 +140,13 @@ class OwnModelAttachment(AveragerAttachment):
         self._live.check()
         return self._checked_step(optimizer, args, kwargs)
 
+    def _require_decided(self, is_undecided: bool) -> None:
+        require(
+            not is_undecided,
+            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
+            "False, or call settle() on all workers before",
+        )
+
     def _on_drop(self, end: Callable[..., object], *args: Any) -> None:
         """Call `end` if nobody refers to the strategy any more, such as after an error, so that no thread is left behind."""
         dropped = finalize(self, end, *args)

@@ -72,11 +72,7 @@ class ParameterGossip(OwnModelAttachment):
 
         Not while messages of an elastic round fly, which may be given up.
         """
-        require(
-            not self._rounds.is_undecided,
-            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
-            "False, or call settle() on all workers before",
-        )
+        self._require_decided(self._rounds.is_undecided)
         self._rounds.hold()
         return super().state_dict()
 

@@ -204,11 +204,6 @@ class LocalUpdates(OwnModelAttachment):
         return required(self._record.committed, f"{self.call}: only a quorum counts what is committed")
 
     @property
-    def num_steps(self) -> int:
-        """Steps of this worker's inner optimizer so far."""
-        return self._record.num_steps
-
-    @property
     def committed_tokens(self) -> int:
         """With a quorum: T, the tokens whose changes of the first fragment are merged, which learning rates should follow."""
         return self._fragments[0].committed_tokens
@@ -229,11 +224,7 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous is None or self._asynchronous.is_synchronized,
             f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then save",
         )
-        require(
-            not any(fragment.is_sent for fragment in self._fragments),
-            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
-            "False, or call settle() on all workers before",
-        )
+        self._require_decided(any(fragment.is_sent for fragment in self._fragments))
         return super().state_dict()
 
     @torch.no_grad()
@@ -278,11 +269,6 @@ class LocalUpdates(OwnModelAttachment):
         """With a delay, a thread does the averager's part."""
         waits_apart = self.strategy.delay or self._asynchronous is not None
         return ("measure", "outer", *(("blocked",) if waits_apart else super().phases_in_step))
-
-    @property
-    def num_fragments(self) -> int:
-        """P, the number of fragments."""
-        return len(self._fragments)
 
     @torch.no_grad()
     def synchronize(self) -> None:
