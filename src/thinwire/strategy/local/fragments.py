@@ -176,8 +176,11 @@ class Fragment(State):
         """The pseudo-gradients by parameter name."""
         return [(name, g) for (name, _), g in zip(self.anchors, self.changes, strict=True)]
 
-    def named_pulled(self) -> NamedTensors:
-        """Pseudo-gradients and copies of the anchors, which `pull` averages together."""
+    @property
+    def tensors(self) -> NamedTensors:
+        """What the averager's state is made for: anchors, or pseudo-gradients and copies of anchors, which `pull` averages."""
+        if not self.pulled:
+            return self.anchors
         copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=True)]
         return [*self.named_changes(), *copies]
 

@@ -62,7 +62,7 @@ from ...membership import (
     shared,
     shared_part,
 )
-from ...streams import WorkStream, refuse_capture
+from ...streams import WorkStream
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
 from ..model.models import unexpanded, values_of
@@ -156,7 +156,7 @@ class LocalUpdates(OwnModelAttachment):
             self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
-            self._work, self._device, self._clock.device = WorkStream(device), device, device
+            self._work, self._clock.device = WorkStream(device), device
             self._background = comm.background("thinwire-round")
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
@@ -172,8 +172,7 @@ class LocalUpdates(OwnModelAttachment):
             )
             self._record = LocalState(dict(self._anchors), self._outer, self._scheduler, self._fragments)
             for fragment in self._fragments:
-                tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
-                fragment.state = check_state(self.averager.init(tensors, comm, self._seed), self.averager)
+                fragment.state = check_state(self.averager.init(fragment.tensors, comm, self._seed), self.averager)
                 fragment.state.clock.device = device
             if strategy.quorum is not None:
                 self._begin_asynchronous(strategy.quorum, comm)
@@ -455,7 +454,6 @@ class LocalUpdates(OwnModelAttachment):
             fragment.finite = exchange(fragment)
         if delay == 0:
             return
-        refuse_capture(self._device)
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
         fragment.flight = Flight(lambda: exchange(fragment), self._work, self._background)
@@ -488,8 +486,7 @@ class LocalUpdates(OwnModelAttachment):
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self.strategy.weights is not None:
             self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
-        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
-        tensors = tensors if self.strategy.pull is None else fragment.named_pulled()
+        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.tensors
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
@@ -579,8 +576,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._measure(fragment)  # no changes
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
-        pulls = self.strategy.pull is not None
-        return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
+        return [(fragment.state, fragment.tensors) for fragment in self._fragments]
 
     def _share(self, comm: Communicator) -> None:
         """The anchors stand for the parameters: what a live worker has changed since its last round is its own.
