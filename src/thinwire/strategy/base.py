@@ -256,7 +256,7 @@ class AveragerAttachment(Attachment):
         """
         if self._is_detached:
             return
-        self._is_detached = True
+        self._is_detached = True  # first, so that an error below does not detach twice
         error = sys.exc_info()[1]
         try:
             if error is None:

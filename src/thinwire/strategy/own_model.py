@@ -86,7 +86,7 @@ class OwnModelAttachment(AveragerAttachment):
                 yield
             finally:
                 self._holds_mean = False
-                self._shards.reshard()
+                self._shards.reshard()  # first, because the shards are what is restored
 
     # ---- what a derived class defines ----
 

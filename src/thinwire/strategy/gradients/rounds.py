@@ -163,7 +163,7 @@ class GradientRounds:
         """In the finishing thread: decode a step; after the last one, commit."""
         with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
             try:
-                if self._is_abandoned:
+                if self._is_abandoned:  # nothing waits for other workers any more
                     return
                 handle.wait()
                 if last and self._comm.is_elastic:

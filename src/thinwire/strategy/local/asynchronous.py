@@ -141,6 +141,7 @@ class AsynchronousRounds:
         for fragment in self._fragments:
             fragment.tokens += self._step_tokens or 1
             share = fragment.pending_share
+            # A round that was committed before the delay is over is merged in this step.
             if share is not None and self.protocol.is_ready(fragment.index, share):
                 fragment.steps_to_merge = 0
         self._step_tokens = 0
@@ -160,7 +161,7 @@ class AsynchronousRounds:
         self.protocol.speed = speed
         if self._quorum.follow_speed:
             every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
-            self.every = max(every, step)
+            self.every = max(every, step)  # a period in which more steps are done ends at once
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
         self.protocol.delay_seconds = self.delay * self._timer.step_seconds
         for fragment in self._fragments:

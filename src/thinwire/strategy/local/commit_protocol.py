@@ -354,6 +354,7 @@ class CommitProtocol:
         if version <= log.version:  # reports and views repeat what this worker knows
             return
         if version != log.version + 1:
+            # `_on_message` takes the sender for lost.
             raise ValueError(f"version {version} of fragment {fragment} after {log.version}")
         log.commit([(int(rank), int(number)) for rank, number in shares])
         self._advance(fragment)
@@ -364,6 +365,7 @@ class CommitProtocol:
         while log.have < log.version:
             shares = log.shares_of(log.have + 1)
             chosen = [(fragment, rank, number) for rank, number in shares if number != GONE]
+            # Rounds are taken in order, so a share that is missing holds all later ones.
             if not all(key in self._store for key in chosen):
                 return
             log.have += 1
@@ -449,6 +451,7 @@ class CommitProtocol:
             return
         self._lost |= lost
         self._reports.clear()
+        # All lost workers must be known to a report, so the reports are asked for anew.
         coordinator = min(self._members - self._lost)
         if coordinator == self.rank:
             self._tell(self._alive(), {"is": "ask", "lost": sorted(self._lost), "left": sorted(self._left)})
@@ -549,7 +552,7 @@ class CommitProtocol:
             self._messenger.forget(rank)
             self.speeds.pop(rank, None)
         self._view, self._members = note["view"], members
-        lost = self._lost & members
+        lost = self._lost & members  # workers of the new view that were lost meanwhile
         self._lost, self._left = set(), set()
         self._reports.clear()
         self._changed.notify_all()

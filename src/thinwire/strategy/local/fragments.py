@@ -86,7 +86,7 @@ def offset(index: int, num_fragments: int, every: int) -> int:
 
 
 def _saved_changes(state: Fragment, changes: list[Tensor]) -> list[Tensor] | None:
-    return None if state.finite is None else copied([*changes, *state.pulled])
+    return None if state.finite is None else copied([*changes, *state.pulled])  # else nothing waits to be merged
 
 
 def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] | None) -> list[Tensor]:

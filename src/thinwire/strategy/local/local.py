@@ -119,7 +119,7 @@ class Local(Averaging[LocalUpdates]):
     alpha: float = 0.0
     weights: InverseNorm | None = None
     pull: float | None = None
-    state_every: Mapping[str, int] = field(default_factory=dict, hash=False)
+    state_every: Mapping[str, int] = field(default_factory=dict, hash=False)  # a dict has no hash
     quorum: Quorum | None = None
 
     def __post_init__(self) -> None:

@@ -504,6 +504,7 @@ class LocalUpdates(OwnModelAttachment):
             finite = finite and self._apply(fragment)
             if not finite:
                 self._warn()
+        # Changes that are given up may not stay in a share of the parameters.
         self._restart(fragment, alpha if finite and not fragment.rejected else 0.0)
         fragment.rejected = False
         if self._scheduler is not None and fragment is self._fragments[-1]:  # once a period
@@ -512,7 +513,7 @@ class LocalUpdates(OwnModelAttachment):
     def _begin_period(self) -> None:
         self._record.step = 0
         for fragment in self._fragments:
-            fragment.began = self._record.num_steps
+            fragment.began = self._record.num_steps  # else one at the end of a period would be due at once
 
     def _merge_all(self) -> None:
         for fragment in self._fragments:
