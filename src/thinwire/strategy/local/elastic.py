@@ -20,7 +20,7 @@ from ...average.base import Averager
 from ...comm import CommunicationError
 from ..model.shards import Replica
 from ..transaction import Transaction, go_back
-from .fragments import Fragment, Kept
+from .fragments import Fragment
 
 
 @dataclass(eq=False)
@@ -44,7 +44,7 @@ class ElasticExchanges:
     @property
     def is_joining(self) -> bool:
         """Whether the others exchange what this worker, which was healed, has not sent yet."""
-        return any(fragment.is_sent and fragment.kept is None for fragment in self.fragments)
+        return any(fragment.is_sent and fragment.undo is None for fragment in self.fragments)
 
     def keep(self, fragment: Fragment) -> None:
         """Remember what a round that is given up goes back to. Call it before each exchange."""
@@ -52,7 +52,15 @@ class ElasticExchanges:
         if not self.averager.gives_one_mean:  # gossip moves the anchors themselves
             tensors += [anchor.detach() for _, anchor in fragment.anchors]
         pairs = [(t, t.clone()) for t in tensors]
-        fragment.kept = Kept(pairs, fragment.state.state_dict(), copy.deepcopy(fragment.statistics))
+        state, statistics = fragment.state.state_dict(), copy.deepcopy(fragment.statistics)
+
+        def undo() -> None:
+            go_back(fragment.state, state)
+            fragment.statistics = statistics
+            for t, old in pairs:
+                t.copy_(old)
+
+        fragment.undo = undo
 
     def exchange(self, fragment: Fragment) -> bool:
         """Exchange the changes, in any thread; returns whether all messages came."""
@@ -76,11 +84,12 @@ class ElasticExchanges:
             if self.transaction.end(all([self._has_arrived(fragment) for fragment in sent])):
                 for fragment in sent:
                     fragment.finite = self.shards.commit(self.averager, fragment.state)
-                    fragment.is_sent, fragment.kept = False, None
+                    fragment.is_sent, fragment.undo = False, None
                 return True
             for fragment in sent:
-                _rewind(fragment)
-                fragment.is_sent = again
+                assert fragment.undo is not None
+                fragment.undo()
+                fragment.is_sent, fragment.undo = again, None
             sent = sent if again else []
         return True
 
@@ -95,12 +104,3 @@ class ElasticExchanges:
             return self.exchange(fragment)
         has_all, fragment.flight = fragment.flight.wait(), None
         return has_all
-
-
-def _rewind(fragment: Fragment) -> None:
-    kept, fragment.kept = fragment.kept, None
-    assert kept is not None
-    go_back(fragment.state, kept.state)
-    fragment.statistics = kept.statistics
-    for t, old in kept.tensors:
-        t.copy_(old)

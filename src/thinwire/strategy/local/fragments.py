@@ -6,10 +6,10 @@ model, and the peak of the traffic is 1/P of that of one fragment. With P = 1 th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -95,20 +95,6 @@ def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] 
     return changes
 
 
-class Kept(NamedTuple):
-    """What an elastic round that is given up goes back to.
-
-    Args:
-        tensors: pairs of a tensor and a copy of it.
-        state: of the averager.
-        statistics: of the norms of the changes.
-    """
-
-    tensors: list[tuple[Tensor, Tensor]]
-    state: dict[str, Any]
-    statistics: NormStatistics
-
-
 @dataclass
 class Fragment(State):
     """Some parameters of a model that are exchanged together, and what is known of them.
@@ -126,7 +112,7 @@ class Fragment(State):
             if the last round is merged, or was loaded.
         finite: whether the result that is to be merged is finite; None until it is there.
         is_sent: in elastic rounds, whether its changes are under way, and not committed yet.
-        kept: what such a round goes back to; None before this worker sends.
+        undo: goes back to where such a round began, if it is given up; None before this worker sends.
         began: how many steps this worker had taken when the last round began.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
@@ -149,7 +135,7 @@ class Fragment(State):
     flight: Flight[bool] | None = pending(default=None)
     finite: bool | None = shared(default=None)
     is_sent: bool = shared(default=False)
-    kept: Kept | None = pending(default=None)
+    undo: Callable[[], None] | None = pending(default=None)
     began: int = shared(default=0)
     steps_to_merge: int = shared(default=0)
     has_moved: bool = shared(default=False)
