@@ -206,6 +206,7 @@ class PairwiseExchange:
             message = self._receive(left)
             if message is None:
                 pass
+            # A worker has one ASK in flight, so a second one is an error.
             elif message.kind == PairMessage.ASK and all(one.source != message.source for one in asks):
                 asks.append(message)
             elif message.kind == PairMessage.FINISHED:

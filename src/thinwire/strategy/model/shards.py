@@ -75,6 +75,7 @@ class Replica:
         self._tensors: NamedTensors = [*model.named_parameters(), *model.named_buffers()]
         sharded: list[tuple[str, Any]] = [(name, t) for name, t in self._tensors if is_sharded(t)]
         self._first = sharded[0][0] if sharded else None
+        # Each mesh once, in the same order on all workers, who connect in this order.
         self._meshes = list(dict.fromkeys(t.device_mesh for _, t in sharded))
         self._comms: dict[Any, list[ProcessGroupCommunicator]] = {}
         self._round_comms: list[ProcessGroupCommunicator] = []  # of their own: rounds may end in another thread
