@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -18,35 +18,10 @@ from .strategy.advice import log_choice
 from .strategy.gradients.gradients import default_averager, num_workers
 from .topology import Topology
 
-A = TypeVar("A", bound=Attachment)
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar  # `default` is in `typing` from Python 3.13 on
 
-
-@overload
-def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None,
-    strategy: Strategy[A],
-    *,
-    comm: Communicator | None = None,
-    replicas: Group | None = None,
-    scaler: Any = None,
-    seed: int = 0,
-    layout: Layout | Literal["measured"] | None = None,
-) -> A: ...
-
-
-@overload
-def attach(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | None = None,
-    strategy: str | None = None,
-    *,
-    comm: Communicator | None = None,
-    replicas: Group | None = None,
-    scaler: Any = None,
-    seed: int = 0,
-    layout: Layout | Literal["measured"] | None = None,
-) -> Attachment: ...
+    A = TypeVar("A", bound=Attachment, default=Attachment)  # a strategy as text does not tell the type of its handle
 
 
 def attach(
@@ -59,7 +34,7 @@ def attach(
     scaler: Any = None,
     seed: int = 0,
     layout: Layout | Literal["measured"] | None = None,
-) -> A | Attachment:
+) -> A:
     """Set a strategy to work on a model and its optimizer. All workers call it together.
 
     Add one line to an ordinary training loop. No module is wrapped that was not wrapped before, so `model.state_dict()` keeps
@@ -111,10 +86,10 @@ def attach(
     default = Gradients(default_averager(num_workers(model, comm, replicas), optimizer))
     handle = default.attach(model, optimizer, **options)
     log_choice(default, handle.comm, optimizer)
-    return handle
+    return handle  # type: ignore[return-value]  # without a strategy, A is its default, `Attachment`
 
 
-def strategy_of(value: Strategy[A] | str) -> Strategy[A] | Strategy[Attachment]:
+def strategy_of(value: Strategy[A] | str) -> Strategy[A]:
     """The strategy itself, or the one whose notation a text is.
 
     Raises:

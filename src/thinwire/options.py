@@ -75,6 +75,7 @@ def require_number(
         Traceback (most recent call last):
         ValueError: Dion: mu must be at least 0 and below 1, got 1.0
     """
+    # What is no number becomes NaN, which no bound holds for.
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
     bounds = {
         "above": above is None or number > above,

@@ -104,7 +104,7 @@ class Values(Schedule):
     unit: str = "epoch"
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "values", tuple(self.values))
+        object.__setattr__(self, "values", tuple(self.values))  # a list has no hash
         require(len(self.values) > 0, "Values: give at least one value")
         require(isinstance(self.every, int) and self.every >= 1, f"{self}: every must be a positive integer")
         _check_unit(self)

@@ -226,9 +226,9 @@ def straggling(comm, strategy, rounds):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = tw.attach(model, optimizer, strategy, comm=comm)
-    agreement = handle._asynchronous.agreement
+    protocol = handle._asynchronous.protocol
     if comm.rank == 1:
-        while agreement._fragments[0].version < rounds:
+        while protocol._fragments[0].version < rounds:
             time.sleep(0.01)
     for step in range(2 * (1 if comm.rank == 1 else rounds)):
         backward(model, comm.rank, step)
@@ -323,7 +323,7 @@ def stuck(comm, strategy):
     model = make_model()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     handle = tw.attach(model, optimizer, strategy, comm=comm)
-    log = handle._asynchronous.agreement._fragments[0]
+    log = handle._asynchronous.protocol._fragments[0]
     for step in range(4):
         if comm.rank == 2 and step == 1:
             while log.version < 2:  # without progress, though its connections live
@@ -351,7 +351,7 @@ def killed(comm, strategy, victim):
             os.kill(os.getpid(), signal.SIGKILL)
         optimizer.step()
     handle.synchronize()
-    members = handle._asynchronous.agreement.num_members
+    members = len(handle._asynchronous.protocol.members_at_end)
     handle.detach()
     return flat(model), members, handle.committed
 

@@ -103,11 +103,11 @@ def test_a_dropped_change_gives_its_blocks_back():
     def waiting(comm):
         quorum = "Quorum(workers=2, stale=Drop(), follow_speed=False)"
         course = Course(comm, f"Local(Mean(), every=2, outer=OuterSGD(), quorum={quorum})", 40)
-        agreement = course.handle._asynchronous.agreement
+        protocol = course.handle._asynchronous.protocol
         send = course.handle._asynchronous.send
 
         def send_late(*args):
-            while comm.rank == 1 and agreement._fragments[0].version < 3 and len(course.taken) <= 2:
+            while comm.rank == 1 and protocol._fragments[0].version < 3 and len(course.taken) <= 2:
                 time.sleep(0.005)
             send(*args)
 
@@ -144,10 +144,10 @@ def test_the_blocks_of_a_worker_whose_changes_never_count_are_taken_by_others():
 def greedy(comm):
     """Rank 1 wants all blocks, and says that it has done more than it has."""
     course, most = Course(comm, "Local(Mean(), every=2, quorum=Quorum(stale=PlainWeights()))", 60), []
-    agreement = course.handle._asynchronous.agreement
-    send = agreement.send
+    protocol = course.handle._asynchronous.protocol
+    send = protocol.send
     if comm.rank == 1:
-        agreement.send = lambda fragment, base, tokens, blocks, message: send(
+        protocol.send = lambda fragment, base, tokens, blocks, message: send(
             fragment, base, tokens, (blocks[0] and 10**6, 10**6), message
         )
     course.train(1, lambda: most.append(len(course.sampler._leases[1])))

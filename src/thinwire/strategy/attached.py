@@ -8,6 +8,7 @@ One hook, for every step of every optimizer in the process, finds the strategies
 
 from __future__ import annotations
 
+import functools
 import gc
 import threading
 from typing import TYPE_CHECKING, Any
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
 _STRATEGY_OF: WeakValueDictionary[int, AveragerAttachment] = WeakValueDictionary()
 _SHARDS_OF: WeakValueDictionary[int, ShardCompression] = WeakValueDictionary()
 _LOCK = threading.Lock()
-_hook: Any = None
 
 
 def require_unattached(call: str, parameters: NamedTensors) -> None:
@@ -54,6 +54,7 @@ def register(strategy: AveragerAttachment) -> None:
         ValueError: one of them is attached already.
     """
     with _LOCK:
+        # Checked again, because another thread may have attached since the first check.
         require_unattached(strategy.call, strategy.parameters)
         _STRATEGY_OF.update((id(p), strategy) for _, p in strategy.parameters)
         _set_hook()
@@ -70,14 +71,15 @@ def release(strategy: AveragerAttachment) -> None:
     """Forget the parameters of a strategy."""
     with _LOCK:
         for _, p in strategy.parameters:
+            # A strategy that failed to attach is released too, while another one may hold the parameter.
             if _STRATEGY_OF.get(id(p)) is strategy:
                 del _STRATEGY_OF[id(p)]
 
 
+@functools.cache
 def _set_hook() -> None:
-    global _hook
-    if _hook is None:  # it stays: taking it off would disturb optimizers that step in other threads
-        _hook = register_optimizer_step_pre_hook(_before_step)
+    """From the first strategy on, for good: taking the hook off would disturb optimizers that step in other threads."""
+    register_optimizer_step_pre_hook(_before_step)
 
 
 def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] | None:
@@ -89,6 +91,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (of.get(p) for of in (_STRATEGY_OF, _SHARDS_OF) for p in parameters)
+    # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
         args, kwargs = checker.before_step(optimizer, args, kwargs)
     return args, kwargs

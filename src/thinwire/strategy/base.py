@@ -30,7 +30,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -93,9 +92,7 @@ class Attachment(ABC):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.detach()
 
 
@@ -165,7 +162,7 @@ class AveragerAttachment(Attachment):
         With several states, as under fragments, the names of each come behind its number: "2/bits".
         """
         self._ready()
-        found = [self.averager.diagnostics(state) for state in self._states if state is not None]
+        found = [self.averager.diagnostics(state) for state, _ in self._averaged()]
         if len(found) == 1:
             return found[0]
         return {f"{i}/{name}": value for i, one in enumerate(found) for name, value in one.items()}
@@ -197,7 +194,7 @@ class AveragerAttachment(Attachment):
         if not self.comm.is_elastic:  # there, workers are made equal instead
             self.comm.check_agreement({"epoch": epoch})
         self._advisor.epoch_begins()
-        for state in self._states:
+        for state, _ in self._averaged():
             self.averager.set_epoch(state, epoch)
 
     def settle(self) -> None:
@@ -246,6 +243,7 @@ class AveragerAttachment(Attachment):
         if is_elastic:
             redistribute(self._record, states, *among, owners)
         elif as_many:
+            # As many workers as before go on bit for bit, each from its own state.
             rewind(self._record, states[0])
         else:
             redistribute(self._record, states, self.comm.rank, self.comm.size)
@@ -258,7 +256,7 @@ class AveragerAttachment(Attachment):
         """
         if self._is_detached:
             return
-        self._is_detached = True
+        self._is_detached = True  # first, so that an error below does not detach twice
         error = sys.exc_info()[1]
         try:
             if error is None:
@@ -303,6 +301,7 @@ class AveragerAttachment(Attachment):
 
         def load(are_buffers: bool, part: dict[str, Any]) -> None:
             require_names(saved(are_buffers), part, "model")
+            # Not strict, because parameters and buffers come apart; the names were checked above.
             model.load_state_dict(part, strict=False)
 
         comm.share("parameters", partial(saved, False), partial(load, False), is_common)
@@ -336,11 +335,6 @@ class AveragerAttachment(Attachment):
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
         return args, kwargs
 
-    @property
-    def _states(self) -> list[Any]:
-        """The averager's states; one, unless a strategy averages parts of the model apart."""
-        return [self._state]
-
     # ---- what a derived class uses ----
 
     def begin_round(self) -> None:
@@ -372,7 +366,7 @@ class AveragerAttachment(Attachment):
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if module.training and torch.is_grad_enabled():
-            if not self.comm.in_round:
+            if not self.comm.in_round:  # the round may heal this worker, which writes into its shards
                 self._shards.reshard()
             self.begin_round()
 

@@ -36,7 +36,7 @@ class Flight(Generic[T]):
     def settle(self) -> T:
         """As `wait`, for callers that only need a free communicator; the training does not continue from here."""
         try:
-            return self._outcome.result()
+            return self._outcome.result()  # not through the handle, whose waits the planner traces
         finally:
             self._work.join()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from ..algorithm import require
@@ -79,9 +80,5 @@ def _worker(entry: Any) -> str:
 
 def _first_difference(there: str, here: str) -> tuple[str, str]:
     """The first line in which two texts differ, of each; both are the same if they do not."""
-    theirs, ours = there.split("\n"), here.split("\n")
-    for i in range(max(len(theirs), len(ours))):
-        pair = tuple(lines[i] if i < len(lines) else "(absent)" for lines in (theirs, ours))
-        if pair[0] != pair[1]:
-            return pair[0], pair[1]
-    return "", ""
+    pairs = zip_longest(there.split("\n"), here.split("\n"), fillvalue="(absent)")
+    return next((pair for pair in pairs if pair[0] != pair[1]), ("", ""))

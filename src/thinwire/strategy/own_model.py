@@ -3,27 +3,59 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any, ClassVar
+from weakref import finalize
 
 import torch
+from torch import nn
 
 from ..algorithm import require
 from ..comm import Communicator
-from .base import AveragerAttachment
+from .base import Attachment, AveragerAttachment
+from .model.ddp import DdpRefusal, refuse_ddp
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
+from .model.models import make_equal, trainable, trained_by, updated_by
+from .model.optimizer_step import Arguments, stepping_optimizer
+from .model.own_gradients import OwnGradients
+from .strategy import Averaging, Runtime
 
 
 class OwnModelAttachment(AveragerAttachment):
     """A strategy at work whose workers have models of their own: what one can look at, and when the optimizer may step.
 
-    A derived class sets `_optimizer` and `_live`, and says how to get ready for a look at the model (`_before_look`).
+    A derived class calls `_follow` once the workers are connected, and says what comes after each step (`_after_step`).
+
+    Args:
+        strategy: the configuration.
+        model: the model.
+        optimizer: the one that steps on it.
+        runtime: the arguments of `attach`.
+
+    Raises:
+        ValueError: the model is in DDP, or the optimizer is another model's or has no step hooks.
     """
 
-    _optimizer: torch.optim.Optimizer
+    takes_all: ClassVar[bool] = False
+    """Whether all trainable parameters of the model take part, or those that the optimizer updates."""
+
     _live: LiveParameters
+    _own_gradients: OwnGradients
     _holds_mean = False
+
+    def __init__(
+        self,
+        strategy: Averaging[Attachment],
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        runtime: Runtime,
+    ):
+        refuse_ddp(self.call, model)
+        self._optimizer = stepping_optimizer(self.call, optimizer)
+        updated = updated_by(self.call, self._optimizer, model)
+        super().__init__(strategy, model, trainable(model) if self.takes_all else updated, runtime)
 
     def consensus_distance(self, comm: Communicator | None = None) -> float:
         """How far workers' models are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`. Does not change the training.
@@ -33,8 +65,6 @@ class OwnModelAttachment(AveragerAttachment):
         Args:
             comm: over which to measure; by default the strategy's own, whose ledger then counts it.
         """
-        self._shards.reshard()
-        self._live.check()
         comm = self._before_look("consensus_distance()", comm)
         return consensus_distance([p for _, p in self.parameters], self._weight, comm, self._shards)
 
@@ -48,8 +78,6 @@ class OwnModelAttachment(AveragerAttachment):
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
         """
-        self._shards.reshard()
-        self._live.check()
         comm = self._before_look("average_model()", comm)
         parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
         with holding_mean(parameters, self._weight, buffers, comm):
@@ -58,7 +86,7 @@ class OwnModelAttachment(AveragerAttachment):
                 yield
             finally:
                 self._holds_mean = False
-                self._shards.reshard()
+                self._shards.reshard()  # first, because the shards are what is restored
 
     # ---- what a derived class defines ----
 
@@ -67,21 +95,66 @@ class OwnModelAttachment(AveragerAttachment):
         """The weight of this worker's model in the mean; 1.0 but for push-sum."""
         return 1.0
 
-    @abstractmethod
     def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
         """Get ready for a look at the model through the call `what`; returns the communicator to use."""
+        self._shards.reshard()
+        self._live.check()
+        if comm is None:
+            self._ready()  # a round in flight uses the strategy's own
+        return comm or self.comm
+
+    def _checked_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Look at the gradients of a step once they are there; return the step's arguments."""
+        return self._own_gradients.guard(optimizer, args, kwargs)
+
+    @abstractmethod
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Called after each step of the optimizer."""
 
     # ---- what a derived class uses ----
+
+    def _follow(self, comm: Communicator) -> None:
+        """Make the workers' models equal, and follow the steps of the optimizer from now on."""
+        make_equal(self._model, comm, parameters=[name for name, _ in self.parameters])
+        self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
+        self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
+        self._on_detach(DdpRefusal(self.call, self.parameters).end)
+        self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
+
+    def _trained(self) -> list[nn.Parameter]:
+        if not self.takes_all:
+            return trained_by(self._optimizer)
+        return [p for p in self._model.parameters() if p.requires_grad]
+
+    def _before_optimizer_step(
+        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        require(
+            optimizer is self._optimizer,
+            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
+            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
+        )
+        self._require_own_model("optimizer.step()")
+        self._live.check()
+        return self._checked_step(optimizer, args, kwargs)
+
+    def _require_decided(self, is_undecided: bool) -> None:
+        require(
+            not is_undecided,
+            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
+            "False, or call settle() on all workers before",
+        )
+
+    def _on_drop(self, end: Callable[..., object], *args: Any) -> None:
+        """Call `end` if nobody refers to the strategy any more, such as after an error, so that no thread is left behind."""
+        dropped = finalize(self, end, *args)
+        dropped.atexit = False
+        self._on_detach(dropped.detach)
 
     def _require_own_model(self, what: str) -> None:
         require(
             not self._holds_mean,
             f"{what} inside average_model() would be lost with the mean; call it after the context",
-        )
-
-    def _require_own_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        require(
-            optimizer is self._optimizer,
-            f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
-            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
         )

@@ -55,7 +55,7 @@ class Transaction:
                 healed = healed or (members is not None and comm.rank in members.healed)
             except CommunicationError:  # a worker died meanwhile: all that are left regroup again from where they were
                 for state, old in before:
-                    state.__dict__.update(old.__dict__)
+                    state.__dict__.update(old.__dict__)  # in place, as the strategy and its record hold the state
                 comm.close_round(False)
         return healed
 

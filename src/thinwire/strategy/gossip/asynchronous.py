@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
-from weakref import finalize
 
 import torch
 from torch import nn
@@ -22,18 +21,17 @@ from ...average.base import NamedTensors
 from ...average.gossip.pairwise import Pairwise
 from ...comm import Communicator
 from ...options import require_integer, require_kind
-from ..model.ddp import DdpRefusal, refuse_ddp
-from ..model.live_parameters import LiveParameters
-from ..model.models import make_equal, refuse_shards, updated_by
-from ..model.optimizer_step import Arguments, stepping_optimizer
-from ..model.own_gradients import OwnGradients
+from ..model.models import refuse_shards
 from ..own_model import OwnModelAttachment
 from ..strategy import Averaging, Rhythm, Runtime
 from .pairwise_exchange import PairwiseExchange
 
 
 class AsynchronousGossip(OwnModelAttachment):
-    """What `Asynchronous` attaches: asynchronous averaging at work on one model and its optimizer."""
+    """What `Asynchronous` attaches: asynchronous averaging at work on one model and its optimizer.
+
+    The phases of `seconds` are publish, in `optimizer.step()`, and average, send and wait, in the thread.
+    """
 
     call = "Asynchronous"
     phases_in_step = ("publish",)
@@ -42,33 +40,16 @@ class AsynchronousGossip(OwnModelAttachment):
     def __init__(
         self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
     ):
-        refuse_ddp(self.call, model)
         refuse_shards(self.call, model)
-        optimizer = stepping_optimizer(self.call, optimizer)
-        super().__init__(strategy, model, updated_by(self.call, optimizer, model), runtime)
-        self._optimizer = optimizer
+        super().__init__(strategy, model, optimizer, runtime)
         self._has_raised = False
         self._broken_off_by: str | None = None
         with self._attaching() as comm:
-            make_equal(model, comm, parameters=[name for name, _ in self.parameters])
-            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._follow(comm)
             self._record = self._state = strategy.averager.init(self._live.tensors(), comm)
             self._exchange = PairwiseExchange(strategy.averager, self._state, comm)
-            # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
-            dropped = finalize(
-                self, self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached"
-            )
-            dropped.atexit = False
-            self._on_detach(DdpRefusal(self.call, self.parameters).end)
-            self._on_detach(dropped.detach)
+            self._on_drop(self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached")
             self._on_detach(lambda: self._exchange.close(self._broken_off_by))
-            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: publish, in `optimizer.step()`; average, send and wait, in the thread."""
-        return super().seconds
 
     @property
     def blocked_seconds(self) -> float:
@@ -113,8 +94,9 @@ class AsynchronousGossip(OwnModelAttachment):
         return []
 
     def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        comm = super()._before_look(what, comm)
         self._publish(what)
-        return comm or self.comm
+        return comm
 
     def _ready(self) -> None:
         """Nothing to do: averaging uses a channel of its own."""
@@ -134,13 +116,6 @@ class AsynchronousGossip(OwnModelAttachment):
 
     # ---- one step of the optimizer ----
 
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        self._require_own_optimizer(optimizer)
-        self._live.check()
-        return self._own_gradients.guard(optimizer, args, kwargs)
-
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._check()
         self.comm.ledger.dense_numel += self._state.layout.numel
@@ -150,7 +125,7 @@ class AsynchronousGossip(OwnModelAttachment):
     def _end_averaging(self, what: str) -> None:
         self._publish(what)  # a worker that has made no step must be able to answer too
         self._exchange.finish()
-        self._publish(what)
+        self._publish(what)  # adds what the thread has averaged meanwhile
 
     @torch.no_grad()
     def _publish(self, what: str) -> None:
@@ -163,11 +138,6 @@ class AsynchronousGossip(OwnModelAttachment):
         except Exception:
             self._has_raised = True
             raise
-
-    def _trained(self) -> list[nn.Parameter]:
-        """The model's trainable parameters that the optimizer updates now."""
-        updated = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-        return [p for p in self._model.parameters() if p.requires_grad and id(p) in updated]
 
 
 @dataclass(frozen=True, repr=False)

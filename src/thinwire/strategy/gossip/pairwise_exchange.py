@@ -83,6 +83,7 @@ class PairwiseExchange:
         """Tell the thread that new values were published."""
         now = time.monotonic()
         if self._last_step is not None:
+            # A running mean, in which the last step counts a tenth.
             self._pace_seconds += 0.1 * (now - self._last_step - self._pace_seconds)
         self._last_step, self._has_stepped = now, True
         self._channel.wake()
@@ -136,7 +137,7 @@ class PairwiseExchange:
         try:
             self._serve()
         except BaseException as error:  # the training raises it
-            reason = error.reason if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
+            reason = str(error) if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
             self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
             self._error.__cause__ = error
             self._end_flight()
@@ -205,6 +206,7 @@ class PairwiseExchange:
             message = self._receive(left)
             if message is None:
                 pass
+            # A worker has one ASK in flight, so a second one is an error.
             elif message.kind == PairMessage.ASK and all(one.source != message.source for one in asks):
                 asks.append(message)
             elif message.kind == PairMessage.FINISHED:
@@ -262,7 +264,3 @@ def _unexpected(message: Message) -> CommunicationError:
 
 class PeerFailed(Exception):
     """A reason to stop that came from another worker or from the training."""
-
-    def __init__(self, reason: str):
-        super().__init__(reason)
-        self.reason = reason

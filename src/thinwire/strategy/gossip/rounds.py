@@ -105,26 +105,22 @@ class ParameterRounds:
         """Do a whole round, in place. One that an elastic communicator gives up leaves no trace."""
         refuse_capture(self._device)
         self.to_biased()
-        if self.comm.is_elastic:
-            self._run_or_rewind()
-            return
-        self.averager.step(self.state, self.live.tensors(), self.comm).wait()
-        self._commit()
-
-    def _run_or_rewind(self) -> None:
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
-        before, saved = [p.clone() for _, p in self.live.tensors()], self.state.state_dict()
+        tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
+        before, saved = ([p.clone() for _, p in tensors], self.state.state_dict()) if is_elastic else ([], {})
         try:
-            self.averager.step(self.state, self.live.tensors(), self.comm).wait()
+            self.averager.step(self.state, tensors, self.comm).wait()
             has_all = True
         except CommunicationError:
+            if not is_elastic:
+                raise
             has_all = False
         if self.transaction.end(has_all):
             self._commit()
             return
         go_back(self.state, saved)
-        for (_, p), old in zip(self.live.tensors(), before, strict=True):
+        for (_, p), old in zip(tensors, before, strict=True):
             p.copy_(old)
 
     def begin(self) -> None:

@@ -23,11 +23,8 @@ from torch import nn
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...comm import Communicator
-from ..model.ddp import DdpRefusal, refuse_ddp
-from ..model.live_parameters import LiveParameters
-from ..model.models import NamedParameters, make_equal, trained_by, updated_by
-from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, stepping_optimizer, with_closure
-from ..model.own_gradients import OwnGradients
+from ..model.models import NamedParameters
+from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, with_closure
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
 from .rounds import ParameterRounds, RoundsState
@@ -45,24 +42,15 @@ class ParameterGossip(OwnModelAttachment):
     _record: RoundsState
 
     def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
-        refuse_ddp(self.call, model)
-        optimizer = stepping_optimizer(self.call, optimizer)
-        parameters = updated_by(self.call, optimizer, model)
-        _require_exact(strategy.averager, parameters)
-        super().__init__(strategy, model, parameters, runtime)
-        self._optimizer = optimizer
+        super().__init__(strategy, model, optimizer, runtime)
+        _require_exact(strategy.averager, self.parameters)
         with self._attaching() as comm:
-            names = [name for name, _ in parameters]
-            make_equal(model, comm, parameters=names)
-            self._live = LiveParameters(self.call, comm.rank, model, parameters, lambda: trained_by(optimizer))
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._follow(comm)
             self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
             self._state, self._record = self._rounds.state, self._rounds.record
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
-            self._on_detach(DdpRefusal(self.call, parameters).end)
             self._on_detach(self._rounds.to_debiased)
-            self._on_detach(optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, self._take_part)
             self._on_detach(self._watch.remove)
 
@@ -84,11 +72,7 @@ class ParameterGossip(OwnModelAttachment):
 
         Not while messages of an elastic round fly, which may be given up.
         """
-        require(
-            not self._rounds.is_undecided,
-            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
-            "False, or call settle() on all workers before",
-        )
+        self._require_decided(self._rounds.is_undecided)
         self._rounds.hold()
         return super().state_dict()
 
@@ -123,12 +107,6 @@ class ParameterGossip(OwnModelAttachment):
     def _weight(self) -> float:
         return self._rounds.weight
 
-    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
-        if comm is not None:
-            return comm
-        self._rounds.settle()  # a round in flight uses the strategy's own
-        return self.comm
-
     def _ready(self) -> None:
         self._rounds.settle()
 
@@ -140,12 +118,9 @@ class ParameterGossip(OwnModelAttachment):
 
     # ---- one step of the optimizer ----
 
-    def _before_optimizer_step(
+    def _checked_step(
         self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:
-        self._require_own_optimizer(optimizer)
-        self._require_own_model("optimizer.step()")
-        self._live.check()
         closure = closure_of(args, kwargs)
         if closure is not None:
             return with_closure(args, kwargs, self._around(closure))

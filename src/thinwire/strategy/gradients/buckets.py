@@ -7,9 +7,8 @@ in the same order. At the end of backward, the remaining buckets are launched wi
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,17 +18,10 @@ from ...average.base import NamedTensors
 from ..model.models import NamedParameters
 from ..model.shards import local
 
+StartBucket = Callable[[NamedTensors, Tensor, bool, bool], object]
+"""Starts to average one bucket: its gradients, a tensor of the bucket, and whether it is the first and the last one."""
 BUCKET_BYTES = 10 * 2**20
 """The default size of a bucket."""
-
-
-class StartBucket(Protocol):
-    """Starts to average one bucket: its gradients with their names, and whether it is the first and the last one.
-
-    `buffer` is any tensor of the bucket; the result's future resolves to it.
-    """
-
-    def __call__(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> object: ...
 
 
 class GradientBuckets:
@@ -94,7 +86,7 @@ class GradientBuckets:
             )
             tensors.append((name, p.grad))
         self._num_launched += 1
-        self._launch(tensors, local(tensors[0][1]), first=i == 0, last=i == len(self._buckets) - 1)
+        self._launch(tensors, local(tensors[0][1]), i == 0, i == len(self._buckets) - 1)
 
     def _finish_backward(self) -> None:
         while self._num_launched < len(self._buckets):

@@ -43,6 +43,12 @@ if TYPE_CHECKING:
 class GradientCompression(AveragerAttachment):
     """What `Gradients` attaches, and the state of `gradient_hook`.
 
+    The phases of `seconds` are compensate, encode, exchange, wait and decode. Waiting and decoding run beside the backward
+    pass; "blocked" is how long backward waited for them at its end.
+
+    A plain module works as before once it is detached; its gradients stay local. DDP cannot remove a hook, so a detached DDP
+    model raises an error in its next backward: wrap the module anew.
+
     Args:
         strategy: the configuration.
         model: a module, or one in DDP.
@@ -74,14 +80,6 @@ class GradientCompression(AveragerAttachment):
         self._rounds: GradientRounds | None = None
         self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
         self._warn_unused: finalize[..., GradientCompression] | None = None
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        """Wall-clock seconds so far by phase: compensate, encode, exchange, wait, decode.
-
-        Waiting and decoding run beside the backward pass. `blocked` is how long backward waited for them at its end.
-        """
-        return super().seconds
 
     @property
     def codec(self) -> Codec | None:
@@ -130,13 +128,6 @@ class GradientCompression(AveragerAttachment):
             self._saved = saved, among
         else:
             super().load_state_dict(saved, among)
-
-    def detach(self) -> None:
-        """Stop averaging and end the threads. A plain module works as before; its gradients stay local.
-
-        DDP cannot remove a hook, so a detached DDP model raises an error in its next backward: wrap the module anew.
-        """
-        super().detach()
 
     # ---- attaching ----
 
@@ -196,6 +187,7 @@ class GradientCompression(AveragerAttachment):
 
     def _attach_plain(self) -> None:
         with self._attaching() as comm:
+            # DDP has made its model equal itself.
             make_equal(self._model, comm)
             self._begin(comm)
             self._on_detach(DdpRefusal(self.call, self.parameters).end)
@@ -207,7 +199,7 @@ class GradientCompression(AveragerAttachment):
     def _launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         if self._warn_unused is not None:
             self._warn_unused.detach()
-        self._ready()
+        self._ready()  # `gradient_hook` is built before the workers can be connected
         assert self._rounds is not None
         require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:

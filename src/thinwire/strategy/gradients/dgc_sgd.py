@@ -83,6 +83,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
     """Raise a ValueError if `optimizer` applies momentum of its own to any of `parameters`."""
     ours = {id(p) for p in parameters}
     for group in optimizer.param_groups:
+        # The first beta of Adam is momentum too.
         momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0)
         require(
             not momentum or ours.isdisjoint(map(id, group["params"])),

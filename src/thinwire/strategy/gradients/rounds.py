@@ -64,7 +64,7 @@ class GradientRounds:
         self._averager, self._state, self._comm, self._scaler, self._order = averager, state, comm, scaler, order
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
         self._finisher = comm.background("thinwire-finish")
-        self._work = WorkStream(torch.device("cpu"))
+        self._work = WorkStream(torch.device("cpu"))  # until the first bucket tells the device
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
         self._finishing: list[Handle] = []
@@ -124,6 +124,7 @@ class GradientRounds:
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
+        # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
         self._is_in_backward = torch._C._current_graph_task_id() != -1
         if self._is_in_backward:
@@ -135,13 +136,15 @@ class GradientRounds:
         order = self._order
         if order is not None:
             tensors.sort(key=lambda pair: order[pair[0]])
+        handle = None
         try:
-            require_whole(self._comm, self._is_broken)
-            with self._work.after_caller():
-                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+            if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
+                with self._work.after_caller():
+                    handle = self._averager.step(self._state, tensors, self._comm, self._scale)
         except CommunicationError:
             if not self._comm.is_elastic:
                 raise
+        if handle is None:
             self._is_broken = True
             for _, future, buffer in held:
                 future.set_result(buffer)
@@ -160,7 +163,7 @@ class GradientRounds:
         """In the finishing thread: decode a step; after the last one, commit."""
         with self._work.continued():  # a future of a GPU completes with what is queued on the current stream
             try:
-                if self._is_abandoned:
+                if self._is_abandoned:  # nothing waits for other workers any more
                     return
                 handle.wait()
                 if last and self._comm.is_elastic:
@@ -214,9 +217,3 @@ class GradientRounds:
             self._is_finite, self._is_open = self._shards.commit(self._averager, self._state), False
         else:
             self._averager.discard(self._state)
-
-
-def require_whole(comm: Communicator, is_broken: bool) -> None:
-    """Raise a CommunicationError if an elastic round has failed already, so that nothing more is sent in it."""
-    if comm.is_elastic and is_broken:
-        raise CommunicationError(f"rank {comm.rank}: the round has failed")

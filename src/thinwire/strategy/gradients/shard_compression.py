@@ -42,14 +42,19 @@ CALL = "Shards"
 
 
 class ShardCompression(Attachment):
-    """What `Shards` attaches: the encoded communication of one model under `fully_shard`."""
+    """What `Shards` attaches: the encoded communication of one model under `fully_shard`.
+
+    Attributes:
+        clock: times the phases.
+        is_detached: whether collectives are dense again.
+    """
 
     def __init__(self, strategy: Shards, model: nn.Module, seed: int):
         modules = reshard(model)
         require(bool(modules), f"{CALL}: no part of the model is under fully_shard; shard it first")
         self.strategy, self._seed = strategy, seed
         gradients, parameters = strategy.gradients, strategy.parameters
-        self._clock, self._is_detached = Clock(), False
+        self.clock, self.is_detached = Clock(), False
         self._comm: ProcessGroupCommunicator | None = None
         self._group: Any = None
         self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
@@ -74,7 +79,7 @@ class ShardCompression(Attachment):
     @property
     def seconds(self) -> dict[str, float]:
         """Wall-clock seconds so far by phase: encode, wait, decode."""
-        return self._clock.seconds
+        return self.clock.seconds
 
     @property
     def num_skipped(self) -> int:
@@ -98,7 +103,7 @@ class ShardCompression(Attachment):
 
     def detach(self) -> None:
         """Go on with FSDP's own dense collectives. Calling it again does nothing."""
-        self._is_detached = True
+        self.is_detached = True
         self._shards.close()
         if self._comm is not None:
             self._comm.close()
@@ -107,7 +112,7 @@ class ShardCompression(Attachment):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
-        if self._is_detached or self._comm is None:
+        if self.is_detached or self._comm is None:
             return args, kwargs
         if self._own_gradients is None:
             self._shards.connect_replica()
@@ -122,16 +127,11 @@ class ShardCompression(Attachment):
 
     # ---- what the collectives use ----
 
-    @property
-    def is_detached(self) -> bool:
-        """Whether collectives are dense again."""
-        return self._is_detached
-
     def connected(self, group: Any, device: torch.device) -> ProcessGroupCommunicator:
         """The communicator over FSDP's group, made by the first collective."""
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group, device=device)
-            self._group, self._clock.device = group, device
+            self._group, self.clock.device = group, device
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
         require(
             group is self._group, f"{CALL}: modules are sharded over different groups; use one mesh for all of them"
@@ -144,82 +144,74 @@ class ShardCompression(Attachment):
 
 
 class _Wire:
-    """The collectives of one module."""
+    """What the collectives of one module share: `step` counts its reduce-scatters."""
 
     def __init__(self, owner: ShardCompression, name: str):
         self.owner, self.name, self.step = owner, name, 0
+
+
+class _Collective:
+    """What FSDP asks of the collectives that replace its own."""
+
+    def __init__(self, wire: _Wire):
+        self._wire = wire
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of FSDP, which it writes itself."""
         return torch.empty(*size, dtype=dtype, device=device)
 
-    def all_gather(self, output: Tensor, shard: Tensor, group: Any) -> None:
-        """Fill `output` with the decoded shards of all workers, in rank order; `shard` may lie in it."""
-        owner, codec = self.owner, self.owner.strategy.parameters
-        assert codec is not None
-        comm = owner.connected(group, shard.device)
-        comm.ledger.dense_numel += output.numel() // 2  # an all-gather sends half of an all-reduce
-        if not shard.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
-            for part, whole in zip(output.view(comm.size, -1), comm.all_gather(shard.clone()).wait(), strict=True):
-                part.copy_(whole)
-            return
-        keys = [owner.key(self, codec, "parameters", rank) for rank in range(comm.size)]
-        with owner._clock("encode"):
-            payload = codec.encode(shard, keys[comm.rank])
-        with owner._clock("wait"):
-            limit = codec.nbytes(shard.numel())
-            payloads = comm.all_gather(payload, variable=not codec.traits.fixed_size, limit=limit).wait()
-        with owner._clock("decode"):
-            for part, received, key in zip(output.view(comm.size, -1), payloads, keys, strict=True):
-                _decode(codec, [received], part, key)
 
-    def reduce_scatter(self, output: Tensor, whole: Tensor, group: Any) -> None:
-        """Write the sum over all workers of this worker's shard of `whole` into `output`."""
-        owner, codec = self.owner, self.owner.strategy.gradients
-        assert codec is not None
-        comm = owner.connected(group, whole.device)
-        comm.ledger.dense_numel += whole.numel() // 2
-        key = owner.key(self, codec, "gradients", comm.rank)
-        with owner._clock("encode"):
-            keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard
-            messages = [
-                codec.encode(part, part_key) for part, part_key in zip(whole.view(comm.size, -1), keys, strict=True)
-            ]
-        with owner._clock("wait"):
-            sizes = None if codec.traits.fixed_size else _sizes(comm, messages, codec.nbytes(output.numel()))
-            received = comm.all_to_all(messages, sizes).wait()
-        with owner._clock("decode"):
-            _decode(codec, received, output, keys[comm.rank])
+class _AllGather(_Collective):
+    """What `set_custom_all_gather` takes: fills the output with the decoded shards of all workers, in rank order.
 
-
-class _AllGather:
-    """What `set_custom_all_gather` takes."""
-
-    def __init__(self, wire: _Wire):
-        self._wire = wire
-        self.allocate = wire.allocate
+    This worker's shard may lie in the output.
+    """
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
-        if self._wire.owner.is_detached:
+        owner, codec = self._wire.owner, self._wire.owner.strategy.parameters
+        if owner.is_detached:
             return gather_shards(output_tensor, input_tensor, group=group, async_op=async_op)
-        self._wire.all_gather(output_tensor, input_tensor, group)
+        assert codec is not None
+        comm = owner.connected(group, input_tensor.device)
+        comm.ledger.dense_numel += output_tensor.numel() // 2  # an all-gather sends half of an all-reduce
+        parts = output_tensor.view(comm.size, -1)
+        if not input_tensor.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
+            for part, whole in zip(parts, comm.all_gather(input_tensor.clone()).wait(), strict=True):
+                part.copy_(whole)
+            return None
+        keys = [owner.key(self._wire, codec, "parameters", rank) for rank in range(comm.size)]
+        with owner.clock("encode"):
+            payload = codec.encode(input_tensor, keys[comm.rank])
+        with owner.clock("wait"):
+            limit = codec.nbytes(input_tensor.numel())
+            payloads = comm.all_gather(payload, variable=not codec.traits.fixed_size, limit=limit).wait()
+        with owner.clock("decode"):
+            for part, received, key in zip(parts, payloads, keys, strict=True):
+                _decode(codec, [received], part, key)
         return None
 
 
-class _ReduceScatter:
-    """What `set_custom_reduce_scatter` takes."""
-
-    def __init__(self, wire: _Wire):
-        self._wire = wire
-        self.allocate = wire.allocate
+class _ReduceScatter(_Collective):
+    """What `set_custom_reduce_scatter` takes: the output becomes the sum over all workers of this worker's shard."""
 
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
-        owner = self._wire.owner
+        owner, codec = self._wire.owner, self._wire.owner.strategy.gradients
         owner.note(self._wire, input_tensor)
-        if owner.is_detached or owner.strategy.gradients is None:
+        if owner.is_detached or codec is None:
             self._wire.step += 1
             return reduce_scatter_shards(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
-        self._wire.reduce_scatter(output_tensor, input_tensor, group)
+        comm = owner.connected(group, input_tensor.device)
+        comm.ledger.dense_numel += input_tensor.numel() // 2
+        key = owner.key(self._wire, codec, "gradients", comm.rank)
+        with owner.clock("encode"):
+            keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard
+            parts = input_tensor.view(comm.size, -1)
+            messages = [codec.encode(part, part_key) for part, part_key in zip(parts, keys, strict=True)]
+        with owner.clock("wait"):
+            sizes = None if codec.traits.fixed_size else _sizes(comm, messages, codec.nbytes(output_tensor.numel()))
+            received = comm.all_to_all(messages, sizes).wait()
+        with owner.clock("decode"):
+            _decode(codec, received, output_tensor, keys[comm.rank])
         self._wire.step += 1
         return None
 

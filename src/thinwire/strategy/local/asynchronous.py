@@ -2,8 +2,8 @@
 
     1. measure    g_i = anchor - parameters, from the version of the anchor that this worker went on from
     2. send       encoded, to all workers; the worker trains on until its round is committed, for `delay` steps at most
-    3. merge      all rounds up to the one that has its change, in order (`agreement.py`): the same shares in rank order, with
-                  the same weights, so that anchors have the same bits on all workers at each version
+    3. merge      all rounds up to the one that has its change, in order (`commit_protocol.py`): the same shares in rank order,
+                  with the same weights, so that anchors have the same bits on all workers at each version
     4. go on      parameters <- anchor + what they changed since the send
 
 A worker's anchor stays where its change was measured from until it merges. Rounds that others commit meanwhile wait, encoded.
@@ -15,8 +15,7 @@ worker sees the same rounds in the same order, so all assign the same blocks to 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -29,7 +28,7 @@ from ...average.robust.record import RuleState
 from ...clock import Clock
 from ...comm import Communicator
 from ...membership import State, nested, shared
-from .agreement import Agreement, CommittedRound
+from .commit_protocol import CommitProtocol, CommittedRound
 from .fragments import Fragment, offset
 from .quorum import Quorum, StepTimer, steps_of
 
@@ -94,30 +93,6 @@ class Leases(Protocol):
         """All that was sent is committed or dropped. These workers go on, and want so many blocks at first."""
 
 
-@dataclass
-class Clipped:
-    """Changes of a round that are clipped to their median norm.
-
-    Attributes:
-        places: share's number -> row.
-        rows: (k, n) float32, not yet clipped.
-        factors: what clipping multiplies each tensor of each row by, (k, tensors).
-    """
-
-    places: dict[int, int] = field(default_factory=dict)
-    rows: Tensor = field(default_factory=lambda: torch.zeros(0, 0, device="cpu"))
-    factors: Tensor = field(default_factory=lambda: torch.zeros(0, 0, device="cpu"))
-
-    def merge(self, changes: list[Tensor], group: Sequence[int], weights: Sequence[float]) -> kernels.flags.Flag:
-        """Set `changes` to a weighted sum of some shares; returns whether it is finite."""
-        own = [self.places[i] for i in group]
-        factors = self.factors[own] * torch.tensor(weights, dtype=torch.float64, device=self.factors.device)[:, None]
-        summed = weighted(Messages(self.rows[own], [t.numel() for t in changes]), factors)
-        for target, part in zip(changes, summed.split([t.numel() for t in changes]), strict=True):
-            target.copy_(part.view_as(target))
-        return kernels.all_finite(changes)
-
-
 class AsynchronousRounds:
     """Sends and merges the changes of one worker; see the module's text. All workers construct it together.
 
@@ -139,16 +114,14 @@ class AsynchronousRounds:
         self, strategy: Local, quorum: Quorum, fragments: Sequence[Fragment], comm: Communicator, clock: Clock
     ):
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
-        self._fragments, self._places = fragments, {id(fragment): i for i, fragment in enumerate(fragments)}
         self.on_commit: Callable[[int], None] = lambda tokens: None
         self.leases: Leases | None = None
-        self._clock, self._timer, self._step_tokens = clock, StepTimer(), 0
-        self._sent: list[list[Tensor]] = [[] for _ in fragments]
-        self._taken, self._is_first_period = [0] * len(fragments), True
+        self._fragments, self._clock, self._timer = fragments, clock, StepTimer()
+        self._step_tokens, self._is_first_period = 0, True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
         self._has_drained, self._most_ahead = False, steps_ahead(strategy.every, strategy.delay)
         most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
-        self.agreement = Agreement(quorum, len(fragments), comm, most)
+        self.protocol = CommitProtocol(quorum, len(fragments), comm, most)
 
     # ---- steps of the inner optimizer ----
 
@@ -158,15 +131,19 @@ class AsynchronousRounds:
 
     def stepped(self, step: int) -> None:
         """Step `step` of a period has ended."""
-        self.agreement.check()
+        self.protocol.check()
         self._timer.stepped()
         self.is_synchronized = False
         if self._is_first_period and self._quorum.follow_speed:
             self._choose_period(step)
             if len(self._timer.durations).bit_count() == 1:  # 1, 2, 4, ... steps are measured
-                self.agreement.tell_speed()
+                self.protocol.tell_speed()
         for fragment in self._fragments:
             fragment.tokens += self._step_tokens or 1
+            share = fragment.pending_share
+            # A round that was committed before the delay is over is merged in this step.
+            if share is not None and self.protocol.is_ready(fragment.index, share):
+                fragment.steps_to_merge = 0
         self._step_tokens = 0
 
     def resume(self) -> None:
@@ -181,55 +158,62 @@ class AsynchronousRounds:
     def _choose_period(self, step: int) -> None:
         """Set H and tau of this worker, in a period of which `step` steps are done."""
         speed = self._timer.speed
-        self.agreement.speed = speed
+        self.protocol.speed = speed
         if self._quorum.follow_speed:
-            every = steps_of(self._strategy.every, speed, [*self.agreement.speeds.values(), speed])
-            self.every = max(every, step)
+            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
+            self.every = max(every, step)  # a period in which more steps are done ends at once
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
-        self.agreement.delay_seconds = self.delay * self._timer.step_seconds
-        for i, fragment in enumerate(self._fragments):
+        self.protocol.delay_seconds = self.delay * self._timer.step_seconds
+        for fragment in self._fragments:
             if fragment.offset >= step or step == 0:  # else it was sent in this period
-                fragment.offset = max(offset(i, len(self._fragments), self.every), step)
+                fragment.offset = max(offset(fragment.index, len(self._fragments), self.every), step)
 
     # ---- rounds ----
 
     def send(self, fragment: Fragment, parts: Sequence[Tensor], is_finite: bool) -> None:
         """Phase 2: send the measured changes of a fragment, whose parameters are `parts`."""
-        place = self._places[id(fragment)]
         tokens, fragment.tokens = fragment.tokens if is_finite else 0, 0
+        # A change that is not finite is sent without a message, so that its round does not wait for this worker.
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
         if is_finite:
             message = self._averager.message(fragment.state, fragment.named_changes(), self._comm)
-        self._sent[place] = [p.clone() for p in parts] if is_finite else []
-        blocks = (
-            (self.leases.claim_share(), steps_ahead(self.every, self.delay)) if self.leases and not place else (0, 0)
-        )
-        fragment.pending_share = self.agreement.send(place, self._taken[place], tokens, blocks, message)
-        self._comm.ledger.record_round(fragment.pending_share.num_bytes)
+        fragment.sent = [p.clone() for p in parts] if is_finite else []
+        blocks = (0, 0)
+        if self.leases and fragment.index == 0:
+            blocks = self.leases.claim_share(), steps_ahead(self.every, self.delay)
+        fragment.pending_share, num_bytes = self.protocol.send(fragment.index, fragment.base, tokens, blocks, message)
+        self._comm.ledger.record_round(num_bytes)
 
-    def merge(self, fragment: Fragment, apply: Callable[[Fragment], bool]) -> bool:
-        """Phase 3: wait for the round of this worker's change. `apply` takes the outer step. Returns whether all was finite."""
+    def merge(self, fragment: Fragment, parts: Sequence[Tensor], apply: Callable[[Fragment], bool]) -> bool:
+        """Phases 3 and 4: wait for the round of this worker's change, and move its parameters to the new anchor.
+
+        Args:
+            fragment: what is merged.
+            parts: its parameters; those that were not finite restart at the anchor.
+            apply: takes the outer step, and returns whether its result was finite.
+
+        Returns:
+            Whether all was finite.
+        """
         share, fragment.pending_share = fragment.pending_share, None
         assert share is not None
         with self._clock("blocked"):
-            share.wait()
-        rounds = self.agreement.take(self._places[id(fragment)])
-        return all([self._commit(fragment, one, apply) for one in rounds])
-
-    def go_on(self, fragment: Fragment, parts: Sequence[Tensor]) -> None:
-        """Phase 4; parameters that were not finite restart at the anchor."""
-        place = self._places[id(fragment)]
-        anchors, sent = [anchor for _, anchor in fragment.anchors], self._sent[place] or parts
+            self.protocol.wait_for(fragment.index, share)
+        rounds = self.protocol.take(fragment.index)
+        # A list, because rounds are merged also after one that was not finite.
+        is_finite = all([self._commit(fragment, one, apply) for one in rounds])
+        anchors, sent = [anchor for _, anchor in fragment.anchors], fragment.sent or parts
         for anchor, p, before in zip(anchors, parts, sent, strict=True):
             p.copy_(anchor if before is p else anchor + (p.to(anchor.dtype) - before.to(anchor.dtype)))
-        self._sent[place] = []
+        fragment.sent = []
+        return is_finite
 
     def drain(self, apply: Callable[[Fragment], bool]) -> bool:
         """Merge the next rounds of others; returns False once all workers call it, and all rounds are merged."""
         if self._has_drained:
             return False
         with self._clock("blocked"):
-            rounds = self.agreement.drain()
+            rounds = self.protocol.drain()
         for fragment, new in zip(self._fragments, rounds, strict=True):
             for one in new:
                 self._commit(fragment, one, apply)
@@ -242,7 +226,7 @@ class AsynchronousRounds:
         for fragment in self._fragments:
             fragment.tokens = 0
         if self.leases:
-            self.leases.all_met(self.agreement.members_at_end, self._most_ahead)
+            self.leases.all_met(self.protocol.members_at_end, self._most_ahead)
 
     def assign_blocks(self, leases: Leases) -> None:
         """Let this assign blocks of data from now on."""
@@ -257,11 +241,12 @@ class AsynchronousRounds:
         weights = self._quorum.weights(tokens, late)
         counted, merge = [i for i, weight in enumerate(weights) if weight > 0], self._added(fragment, one)
         if self._quorum.rule is not None and len(counted) > 2:
-            clipped = self._clipped(fragment, [(i, shares[i].worker) for i in counted], merge, self._quorum.rule)
-            weights = self._quorum.weights([n * (i in clipped.places) for i, n in enumerate(tokens)], late)
-            counted, merge = list(clipped.places), partial(clipped.merge, fragment.changes)
+            workers = {i: shares[i].worker for i in counted}
+            counted, merge = self._clipped(fragment, workers, merge, self._quorum.rule)
+            weights = self._quorum.weights([n * (i in counted) for i, n in enumerate(tokens)], late)
         is_finite = True
         for group in [[i] for i in counted] if stale.steps_by_change else [counted] if counted else []:
+            # Weights add up to 1 over a round, and a step for each change divides by their number itself.
             factor = len(counted) if stale.steps_by_change else 1
             finite = merge(group, [factor * weights[i] for i in group])
             is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
@@ -271,9 +256,10 @@ class AsynchronousRounds:
             if share.worker == self._comm.rank and share.tokens:
                 self._averager.commit(fragment.state) if weight > 0 else self._averager.discard(fragment.state)
         self.committed.rounds += 1
-        self._taken[self._places[id(fragment)]] = one.version
-        if fragment is self._fragments[0]:
+        fragment.base = one.version
+        if fragment.index == 0:
             if self.leases:
+                # A worker gets no more blocks than a period needs, whatever it asks for.
                 parts = {
                     share.worker: Part(share.blocks, min(share.wanted, self._most_ahead), weight > 0)
                     for share, weight in zip(shares, weights, strict=True)
@@ -289,25 +275,46 @@ class AsynchronousRounds:
             fragment.state, [messages[i].to(device) for i in group], weights, fragment.named_changes(), self._comm
         )
 
-    def _clipped(self, fragment: Fragment, shares: Sequence[tuple[int, int]], add: Merge, rule: MedianNorm) -> Clipped:
-        """Shares, by their number and worker, without those that are not finite or of workers that are set aside."""
+    def _clipped(
+        self, fragment: Fragment, workers: Mapping[int, int], add: Merge, rule: MedianNorm
+    ) -> tuple[list[int], Merge]:
+        """Clip changes to their median norm, and leave out those that are not finite or of workers that are set aside.
+
+        Args:
+            fragment: whose changes they are.
+            workers: the worker of each share, by the share's place in the round.
+            add: as `_added` made it.
+            rule: clips them.
+
+        Returns:
+            The places of the shares that are left, and what merges them.
+        """
         known, rows, not_finite = self.committed.rule, dict[int, Tensor](), list[int]()
+        numels = [t.numel() for t in fragment.changes]
         if not known.wrong_rounds:
             known.regroup(None, self._comm.size)
-        for i, worker in shares:
+        for i, worker in workers.items():
             if not kernels.flags.read(add([i], [1.0])):
                 not_finite.append(worker)
             elif worker not in known.set_aside:
                 rows[i] = torch.cat([t.float().flatten() for t in fragment.changes])
         if not rows:
-            return Clipped()
-        clipped = Clipped({i: row for row, i in enumerate(rows)}, torch.stack(list(rows.values())))
-        messages = Messages(clipped.rows, [t.numel() for t in fragment.changes])
-        clipped.factors, norms, dropped = rule.factors(messages)
-        known.judgement = known.judged([worker for i, worker in shares if i in rows], not_finite, norms, dropped)
+            return [], add
+        counted, stacked = list(rows), torch.stack(list(rows.values()))
+        factors, norms, dropped = rule.factors(Messages(stacked, numels))
+        known.judgement = known.judged([workers[i] for i in counted], not_finite, norms, dropped)
         known.commit(rule)
         self.committed.clipped += dropped.sum().item()
-        return clipped
+
+        def merge(group: Sequence[int], weights: Sequence[float]) -> kernels.flags.Flag:
+            own = [counted.index(i) for i in group]
+            scaled = factors[own] * torch.tensor(weights, dtype=torch.float64, device=factors.device)[:, None]
+            summed = weighted(Messages(stacked[own], numels), scaled)
+            for target, part in zip(fragment.changes, summed.split(numels), strict=True):
+                target.copy_(part.view_as(target))
+            return kernels.all_finite(fragment.changes)
+
+        return counted, merge
 
     def _count(self, tokens: int, weight: float, staleness: int) -> None:
         committed = self.committed

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,13 +20,14 @@ from ...average.base import Averager
 from ...comm import CommunicationError
 from ..model.shards import Replica
 from ..transaction import Transaction, go_back
-from .fragments import Fragment, Kept
+from .fragments import Fragment
 
 
+@dataclass(eq=False)
 class ElasticExchanges:
     """The exchanges of one worker; see the module's text.
 
-    Args:
+    Attributes:
         averager: of the strategy.
         fragments: of the model.
         transaction: begins and ends rounds.
@@ -33,34 +35,37 @@ class ElasticExchanges:
         send: exchanges the changes of a fragment, in any thread.
     """
 
-    def __init__(
-        self,
-        averager: Averager,
-        fragments: Sequence[Fragment],
-        transaction: Transaction,
-        shards: Replica,
-        send: Callable[[Fragment], None],
-    ):
-        self._averager, self._fragments, self._transaction, self._send = averager, fragments, transaction, send
-        self._shards = shards
+    averager: Averager
+    fragments: Sequence[Fragment]
+    transaction: Transaction
+    shards: Replica
+    send: Callable[[Fragment], None]
 
     @property
     def is_joining(self) -> bool:
         """Whether the others exchange what this worker, which was healed, has not sent yet."""
-        return any(fragment.is_sent and fragment.kept is None for fragment in self._fragments)
+        return any(fragment.is_sent and fragment.undo is None for fragment in self.fragments)
 
     def keep(self, fragment: Fragment) -> None:
         """Remember what a round that is given up goes back to. Call it before each exchange."""
         tensors: list[Tensor] = [*fragment.changes, *fragment.pulled]
-        if not self._averager.gives_one_mean:  # gossip moves the anchors themselves
+        if not self.averager.gives_one_mean:  # gossip moves the anchors themselves
             tensors += [anchor.detach() for _, anchor in fragment.anchors]
         pairs = [(t, t.clone()) for t in tensors]
-        fragment.kept = Kept(pairs, fragment.state.state_dict(), copy.deepcopy(fragment.statistics))
+        state, statistics = fragment.state.state_dict(), copy.deepcopy(fragment.statistics)
+
+        def undo() -> None:
+            go_back(fragment.state, state)
+            fragment.statistics = statistics
+            for t, old in pairs:
+                t.copy_(old)
+
+        fragment.undo = undo
 
     def exchange(self, fragment: Fragment) -> bool:
         """Exchange the changes, in any thread; returns whether all messages came."""
         try:
-            self._send(fragment)
+            self.send(fragment)
         except CommunicationError:
             return False
         return True
@@ -71,18 +76,20 @@ class ElasticExchanges:
         Args:
             again: whether to send again until a round is committed; otherwise drop what was given up.
         """
-        sent = [fragment for fragment in self._fragments if fragment.is_sent]
+        sent = [fragment for fragment in self.fragments if fragment.is_sent]
         while sent:
-            if self._transaction.begin():
+            if self.transaction.begin():
                 return False
-            if self._transaction.end(all([self._has_arrived(fragment) for fragment in sent])):
+            # A list, because every flight must have ended before the vote.
+            if self.transaction.end(all([self._has_arrived(fragment) for fragment in sent])):
                 for fragment in sent:
-                    fragment.finite = self._shards.commit(self._averager, fragment.state)
-                    fragment.is_sent, fragment.kept = False, None
+                    fragment.finite = self.shards.commit(self.averager, fragment.state)
+                    fragment.is_sent, fragment.undo = False, None
                 return True
             for fragment in sent:
-                _rewind(fragment)
-                fragment.is_sent = again
+                assert fragment.undo is not None
+                fragment.undo()
+                fragment.is_sent, fragment.undo = again, None
             sent = sent if again else []
         return True
 
@@ -97,12 +104,3 @@ class ElasticExchanges:
             return self.exchange(fragment)
         has_all, fragment.flight = fragment.flight.wait(), None
         return has_all
-
-
-def _rewind(fragment: Fragment) -> None:
-    kept, fragment.kept = fragment.kept, None
-    assert kept is not None
-    go_back(fragment.state, kept.state)
-    fragment.statistics = kept.statistics
-    for t, old in kept.tensors:
-        t.copy_(old)

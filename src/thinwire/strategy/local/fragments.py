@@ -6,10 +6,10 @@ model, and the peak of the traffic is 1/P of that of one fragment. With P = 1 th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from ...algorithm import require, required
 from ...average.base import NamedTensors
 from ...membership import Form, State, config, copied, nested, pending, restart, shared
 from ..flight import Flight
-from .agreement import Pending
 from .inverse_norm import NormStatistics
 
 Fragments = int | Sequence[str | Sequence[str]]
@@ -87,7 +86,7 @@ def offset(index: int, num_fragments: int, every: int) -> int:
 
 
 def _saved_changes(state: Fragment, changes: list[Tensor]) -> list[Tensor] | None:
-    return None if state.finite is None else copied([*changes, *state.pulled])
+    return None if state.finite is None else copied([*changes, *state.pulled])  # else nothing waits to be merged
 
 
 def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] | None) -> list[Tensor]:
@@ -96,26 +95,13 @@ def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] 
     return changes
 
 
-class Kept(NamedTuple):
-    """What an elastic round that is given up goes back to.
-
-    Args:
-        tensors: pairs of a tensor and a copy of it.
-        state: of the averager.
-        statistics: of the norms of the changes.
-    """
-
-    tensors: list[tuple[Tensor, Tensor]]
-    state: dict[str, Any]
-    statistics: NormStatistics
-
-
 @dataclass
 class Fragment(State):
     """Some parameters of a model that are exchanged together, and what is known of them.
 
     Attributes:
         offset: after how many steps of a period it is exchanged, 1 .. H.
+        index: which of the fragments it is.
         places: positions of its parameters among those of the strategy.
         anchors: its part of the anchor.
         changes: the pseudo-gradients, which become their mean. They are saved, with `pulled`, while they wait to be merged.
@@ -126,17 +112,20 @@ class Fragment(State):
             if the last round is merged, or was loaded.
         finite: whether the result that is to be merged is finite; None until it is there.
         is_sent: in elastic rounds, whether its changes are under way, and not committed yet.
-        kept: what such a round goes back to; None before this worker sends.
+        undo: goes back to where such a round began, if it is given up; None before this worker sends.
         began: how many steps this worker had taken when the last round began.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
         rejected: under gossip, whether this worker's changes in the present round were not finite.
         tokens: with a quorum, those that this worker's next change is made from.
         committed_tokens: with a quorum, those that merged changes of all workers were made from.
-        pending_share: with a quorum, this worker's change that no round has merged yet.
+        base: with a quorum, the version of this worker's anchors.
+        sent: with a quorum, copies of its parameters when its change was sent.
+        pending_share: with a quorum, the number of this worker's change that no round has merged yet.
     """
 
     offset: int = config()
+    index: int = config()
     places: list[int] = config()
     anchors: list[tuple[str, nn.Parameter]] = config()
     changes: list[Tensor] = shared(form=Form(_saved_changes, _loaded_changes))
@@ -146,25 +135,22 @@ class Fragment(State):
     flight: Flight[bool] | None = pending(default=None)
     finite: bool | None = shared(default=None)
     is_sent: bool = shared(default=False)
-    kept: Kept | None = pending(default=None)
+    undo: Callable[[], None] | None = pending(default=None)
     began: int = shared(default=0)
     steps_to_merge: int = shared(default=0)
     has_moved: bool = shared(default=False)
     rejected: bool = shared(default=False)
     tokens: int = restart(default=0)
     committed_tokens: int = shared(default=0)
-    pending_share: Pending | None = pending(default=None)
+    base: int = config(default=0)
+    sent: list[Tensor] = pending(default_factory=list)
+    pending_share: int | None = pending(default=None)
 
     @property
     def in_flight(self) -> bool:
         """Whether a round has begun and is not merged."""
         is_there = self.finite is not None or self.pending_share is not None
         return is_there or self.is_sent or self.flight is not None
-
-    @property
-    def is_committed(self) -> bool:
-        """With a quorum: whether this worker's change is in a round that can be merged now."""
-        return self.pending_share is not None and self.pending_share.is_committed
 
     def settle(self) -> None:
         """Wait until the messages have come. Merges nothing."""
@@ -176,8 +162,11 @@ class Fragment(State):
         """The pseudo-gradients by parameter name."""
         return [(name, g) for (name, _), g in zip(self.anchors, self.changes, strict=True)]
 
-    def named_pulled(self) -> NamedTensors:
-        """Pseudo-gradients and copies of the anchors, which `pull` averages together."""
+    @property
+    def tensors(self) -> NamedTensors:
+        """What the averager's state is made for: anchors, or pseudo-gradients and copies of anchors, which `pull` averages."""
+        if not self.pulled:
+            return self.anchors
         copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=True)]
         return [*self.named_changes(), *copies]
 
@@ -202,5 +191,5 @@ def make_fragments(
         held = [anchors[place] for place in places]
         changes = [torch.zeros_like(anchor.detach()) for _, anchor in held]
         pulled = [torch.zeros_like(g) for g in changes] if pulls else []
-        made.append(Fragment(offset(i, len(divided), every), places, held, changes, pulled))
+        made.append(Fragment(offset(i, len(divided), every), i, places, held, changes, pulled))
     return made

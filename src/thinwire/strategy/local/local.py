@@ -119,7 +119,7 @@ class Local(Averaging[LocalUpdates]):
     alpha: float = 0.0
     weights: InverseNorm | None = None
     pull: float | None = None
-    state_every: Mapping[str, int] = field(default_factory=dict, hash=False)
+    state_every: Mapping[str, int] = field(default_factory=dict, hash=False)  # a dict has no hash
     quorum: Quorum | None = None
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class Local(Averaging[LocalUpdates]):
             f"{', '.join(named)}",
         )
         if self.outer is not None:
-            self.quorum.stale.outer(self.outer, 1)
+            self.quorum.stale.outer(self.outer, 1)  # raises if the rule does not suit this optimizer
 
     @property
     def rhythm(self) -> Rhythm:

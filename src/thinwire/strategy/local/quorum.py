@@ -135,7 +135,7 @@ class StepTimer:
     def stepped(self) -> None:
         """A step has ended."""
         if self._began is not None:
-            self.durations.append(max(self.now() - self._began, 1e-9))
+            self.durations.append(max(self.now() - self._began, 1e-9))  # above 0, because speeds divide by it
 
     def resume(self) -> None:
         """The next step begins."""
@@ -150,7 +150,7 @@ class StepTimer:
     def speed(self) -> float:
         """The 90th percentile of the last steps' speeds, in steps a second; 0.0 if there are none."""
         ordered = sorted(self.durations)
-        return 1.0 / ordered[len(ordered) // 10] if ordered else 0.0
+        return 1.0 / ordered[len(ordered) // 10] if ordered else 0.0  # a high speed is a short duration
 
     @property
     def step_seconds(self) -> float:

@@ -41,7 +41,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
 
 import torch
 from torch import Tensor, nn
@@ -63,14 +62,11 @@ from ...membership import (
     shared,
     shared_part,
 )
-from ...streams import WorkStream, refuse_capture
+from ...streams import WorkStream
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
-from ..model.ddp import DdpRefusal, refuse_ddp
-from ..model.live_parameters import LiveParameters
-from ..model.models import make_equal, trainable, unexpanded, updated_by, values_of
-from ..model.optimizer_step import Arguments, ScalerWatch, stepping_optimizer
-from ..model.own_gradients import OwnGradients
+from ..model.models import unexpanded, values_of
+from ..model.optimizer_step import ScalerWatch
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed, Leases
@@ -143,35 +139,31 @@ class LocalUpdates(OwnModelAttachment):
     """What `Local` attaches: the rounds of one model."""
 
     call = "Local"
+    takes_all = True
     averager: Averager
     strategy: Local
     _record: LocalState
     _asynchronous: AsynchronousRounds | None
 
     def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
-        refuse_ddp(self.call, model)
-        super().__init__(strategy, model, trainable(model), runtime)
-        self._optimizer = stepping_optimizer(self.call, optimizer)
-        updated_by(self.call, self._optimizer, model)
+        super().__init__(strategy, model, optimizer, runtime)
         require(
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._clock, self._asynchronous = Clock(), None
         with self._attaching() as comm:
-            names = [name for name, _ in self.parameters]
-            make_equal(model, comm, parameters=names)
-            self._live = LiveParameters(self.call, comm.rank, model, self.parameters, self._trained)
-            self._own_gradients = OwnGradients(self._nonfinite, comm.rank, model.named_parameters(), self._shards)
+            self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
-            self._work, self._device, self._clock.device = WorkStream(device), device, device
+            self._work, self._clock.device = WorkStream(device), device
             self._background = comm.background("thinwire-round")
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
+            # Compared here, because a function that makes it is another object on each worker.
             comm.check_agreement({"outer optimizer": repr(self._outer)})
             if self.averager.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
@@ -180,8 +172,7 @@ class LocalUpdates(OwnModelAttachment):
             )
             self._record = LocalState(dict(self._anchors), self._outer, self._scheduler, self._fragments)
             for fragment in self._fragments:
-                tensors = fragment.anchors if strategy.pull is None else fragment.named_pulled()
-                fragment.state = check_state(self.averager.init(tensors, comm, self._seed), self.averager)
+                fragment.state = check_state(self.averager.init(fragment.tensors, comm, self._seed), self.averager)
                 fragment.state.clock.device = device
             if strategy.quorum is not None:
                 self._begin_asynchronous(strategy.quorum, comm)
@@ -191,8 +182,6 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._on_detach(DdpRefusal(self.call, self.parameters).end)
-            self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
             self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
             self._on_detach(self._watch.remove)
 
@@ -206,20 +195,12 @@ class LocalUpdates(OwnModelAttachment):
         )
         self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
         self._record.committed = rounds.committed
-        # A strategy that nobody refers to any more, such as after an error, leaves no thread behind.
-        dropped = finalize(self, rounds.agreement.close, False)
-        dropped.atexit = False
-        self._on_detach(dropped.detach)
+        self._on_drop(rounds.protocol.close, False)
 
     @property
     def committed(self) -> Committed:
         """With a quorum: rounds, tokens and late changes so far, as far as this worker has merged them."""
         return required(self._record.committed, f"{self.call}: only a quorum counts what is committed")
-
-    @property
-    def num_steps(self) -> int:
-        """Steps of this worker's inner optimizer so far."""
-        return self._record.num_steps
 
     @property
     def committed_tokens(self) -> int:
@@ -242,11 +223,7 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous is None or self._asynchronous.is_synchronized,
             f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then save",
         )
-        require(
-            not any(fragment.is_sent for fragment in self._fragments),
-            f"{self.call}: messages of an elastic round are under way, which may be given up; save where comm.in_round is "
-            "False, or call settle() on all workers before",
-        )
+        self._require_decided(any(fragment.is_sent for fragment in self._fragments))
         return super().state_dict()
 
     @torch.no_grad()
@@ -291,11 +268,6 @@ class LocalUpdates(OwnModelAttachment):
         """With a delay, a thread does the averager's part."""
         waits_apart = self.strategy.delay or self._asynchronous is not None
         return ("measure", "outer", *(("blocked",) if waits_apart else super().phases_in_step))
-
-    @property
-    def num_fragments(self) -> int:
-        """P, the number of fragments."""
-        return len(self._fragments)
 
     @torch.no_grad()
     def synchronize(self) -> None:
@@ -364,12 +336,6 @@ class LocalUpdates(OwnModelAttachment):
         """Under push-sum the weight of the first fragment, which those of others soon equal."""
         return 1.0 / self.averager.debias_factor(self._fragments[0].state)
 
-    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
-        if comm is not None:
-            return comm
-        self._ready()  # rounds in flight use the strategy's own
-        return self.comm
-
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
@@ -382,7 +348,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic.end(again=False)
             self._merge_all()
             if self._asynchronous is not None:
-                self._asynchronous.agreement.leave()
+                self._asynchronous.protocol.leave()
         except BaseException as error:
             self._abandon(error)
             raise
@@ -390,17 +356,9 @@ class LocalUpdates(OwnModelAttachment):
     def _abandon(self, error: BaseException) -> None:
         """Rounds in flight end in their own threads; with a quorum, the others go on without this worker."""
         if self._asynchronous is not None:
-            self._asynchronous.agreement.close(wait=False)
+            self._asynchronous.protocol.close(wait=False)
 
     # ---- one step of the inner optimizer ----
-
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        self._require_own_optimizer(optimizer)
-        self._require_own_model("optimizer.step()")
-        self._live.check()
-        return self._own_gradients.guard(optimizer, args, kwargs)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -415,12 +373,12 @@ class LocalUpdates(OwnModelAttachment):
         self._record.num_steps += 1
         self.comm.ledger.count_step()
         self._average_optimizer_state()
-        if self._asynchronous is not None:
-            self._asynchronous.stepped(step)
-        self._record.step = step % self._every
         for fragment in self._fragments:
             fragment.has_moved = True
             fragment.steps_to_merge -= fragment.in_flight
+        if self._asynchronous is not None:
+            self._asynchronous.stepped(step)
+        self._record.step = step % self._every
         self._end_step()
         if self._asynchronous is not None:
             if self._record.step == 0:
@@ -429,7 +387,7 @@ class LocalUpdates(OwnModelAttachment):
 
     def _end_step(self) -> None:
         """Merge and begin what is due. That follows from the record alone, as a worker may be healed meanwhile."""
-        merging = [f for f in self._fragments if f.in_flight and (f.steps_to_merge == 0 or f.is_committed)]
+        merging = [f for f in self._fragments if f.in_flight and f.steps_to_merge == 0]
         beginning = [f for f in self._fragments if self._is_due(f)]
         must_end = beginning or any(fragment.is_sent for fragment in merging)
         if self._elastic is not None and must_end and not self._elastic.end():
@@ -463,7 +421,7 @@ class LocalUpdates(OwnModelAttachment):
         """Average those states of the inner optimizer whose period ends with this step."""
         due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
         if due:
-            self._ready()
+            self._ready()  # rounds in flight use the communicator
         for key in due if self.comm.in_round else []:
             try:
                 average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
@@ -496,7 +454,6 @@ class LocalUpdates(OwnModelAttachment):
             fragment.finite = exchange(fragment)
         if delay == 0:
             return
-        refuse_capture(self._device)
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
         fragment.flight = Flight(lambda: exchange(fragment), self._work, self._background)
@@ -529,15 +486,15 @@ class LocalUpdates(OwnModelAttachment):
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self.strategy.weights is not None:
             self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
-        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
-        tensors = tensors if self.strategy.pull is None else fragment.named_pulled()
+        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.tensors
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         """Phases 3 and 4."""
         if self._asynchronous is not None:
-            self._merge_committed(self._asynchronous, fragment)
+            if not self._asynchronous.merge(fragment, self._parts(fragment), self._apply):
+                self._warn()
             return
         if fragment.flight is not None:
             with self._clock("blocked"):
@@ -547,20 +504,16 @@ class LocalUpdates(OwnModelAttachment):
             finite = finite and self._apply(fragment)
             if not finite:
                 self._warn()
+        # Changes that are given up may not stay in a share of the parameters.
         self._restart(fragment, alpha if finite and not fragment.rejected else 0.0)
         fragment.rejected = False
-        if self._scheduler is not None and fragment is self._fragments[-1]:
+        if self._scheduler is not None and fragment is self._fragments[-1]:  # once a period
             self._scheduler.step()
-
-    def _merge_committed(self, rounds: AsynchronousRounds, fragment: Fragment) -> None:
-        if not rounds.merge(fragment, self._apply):
-            self._warn()
-        rounds.go_on(fragment, self._parts(fragment))
 
     def _begin_period(self) -> None:
         self._record.step = 0
         for fragment in self._fragments:
-            fragment.began = self._record.num_steps
+            fragment.began = self._record.num_steps  # else one at the end of a period would be due at once
 
     def _merge_all(self) -> None:
         for fragment in self._fragments:
@@ -602,14 +555,7 @@ class LocalUpdates(OwnModelAttachment):
     def _warn(self) -> None:
         warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
 
-    def _trained(self) -> list[nn.Parameter]:
-        return [p for p in self._model.parameters() if p.requires_grad]
-
     # ---- state: saved, restored, handed to a worker that joins ----
-
-    @property
-    def _states(self) -> list[Any]:
-        return [fragment.state for fragment in self._fragments]
 
     @torch.no_grad()
     def _loaded(self, redistributed: bool) -> None:
@@ -631,8 +577,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._measure(fragment)  # no changes
 
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
-        pulls = self.strategy.pull is not None
-        return [(f.state, f.named_pulled() if pulls else f.anchors) for f in self._fragments]
+        return [(fragment.state, fragment.tensors) for fragment in self._fragments]
 
     def _share(self, comm: Communicator) -> None:
         """The anchors stand for the parameters: what a live worker has changed since its last round is its own.
@@ -683,5 +628,4 @@ class LocalUpdates(OwnModelAttachment):
 
     def _parts(self, fragment: Fragment) -> list[Tensor]:
         """The parameters of a fragment, as they are now."""
-        parameters = self._live.tensors()
-        return [parameters[place][1] for place in fragment.places]
+        return [values_of(self.parameters[place][1]) for place in fragment.places]

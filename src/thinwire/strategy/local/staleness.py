@@ -24,10 +24,8 @@ Outer = Callable[[Iterable[nn.Parameter]], Any]
 class Staleness(Algorithm, ABC):
     """A rule of staleness."""
 
-    @property
-    def steps_by_change(self) -> bool:
-        """Whether the outer optimizer takes a step for each change, or one for each round."""
-        return False
+    steps_by_change: ClassVar[bool] = False
+    """Whether the outer optimizer takes a step for each change, or one for each round."""
 
     def factor(self, staleness: int) -> float:
         """What to multiply a change by that is `staleness` rounds old; 0.0 drops it, and its tokens do not count."""

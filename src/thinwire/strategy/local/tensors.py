@@ -34,6 +34,7 @@ def average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
     held = [local(t) for t in tensors]
     whole = [t.contiguous() for t in held]
+    # All messages leave before the first one is waited for.
     for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(held, whole, strict=True)]:
         handle.wait()
         t.copy_(total.div_(comm.size))

@@ -160,6 +160,7 @@ def _overlaps(t: Tensor) -> bool:
     """Whether several elements may lie in the same memory."""
     if t.layout != torch.strided or t.numel() == 0:
         return False
+    # From the smallest stride on, each dimension must step over all that lies within it.
     extent = 1
     for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
         if stride < extent:

@@ -109,7 +109,7 @@ class ScalerWatch:
     def remove(self) -> None:
         """Leave the scaler as it was."""
         if self._scaler is not None:
-            vars(self._scaler).pop("update")
+            vars(self._scaler).pop("update")  # uncovers the method of its class
 
     def _update_and_take_part(self, *args: Any, **kwargs: Any) -> None:
         if not self._has_stepped:

@@ -55,6 +55,7 @@ class OwnGradients:
         """
         held = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         values = [(self._names.get(id(p), "(not of this model)"), _values(p.grad)) for p in held]
+        # One flag for all gradients, because the host waits for a GPU to read it.
         action = self._steps.record(self._shards.all(kernels.flags.read(kernels.all_finite([v for _, v in values]))))
         if action == "raise":
             name, culprit, self.culprit = first_nonfinite(values), self.culprit, None

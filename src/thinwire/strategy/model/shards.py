@@ -17,6 +17,7 @@ forward pass without a backward pass. `Replica.reshard` puts the shards back.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -74,6 +75,7 @@ class Replica:
         self._tensors: NamedTensors = [*model.named_parameters(), *model.named_buffers()]
         sharded: list[tuple[str, Any]] = [(name, t) for name, t in self._tensors if is_sharded(t)]
         self._first = sharded[0][0] if sharded else None
+        # Each mesh once, in the same order on all workers, who connect in this order.
         self._meshes = list(dict.fromkeys(t.device_mesh for _, t in sharded))
         self._comms: dict[Any, list[ProcessGroupCommunicator]] = {}
         self._round_comms: list[ProcessGroupCommunicator] = []  # of their own: rounds may end in another thread
@@ -148,15 +150,17 @@ class Replica:
             ) from None
         self.connect_replica()
         for mesh in self._meshes:
-            self._round_comms += [self._communicator(group) for group in _groups_of(mesh)]
+            self._round_comms += self._connected_over(mesh)
 
     def connect_replica(self) -> None:
         """Connect the workers of this replica alone, without rounds. All of them call it."""
         for mesh in self._meshes:
-            self._comms[mesh] = [self._communicator(group) for group in _groups_of(mesh)]
+            self._comms[mesh] = self._connected_over(mesh)
 
-    def _communicator(self, group: Any) -> ProcessGroupCommunicator:
-        return ProcessGroupCommunicator(group, device=local(self._tensors[0][1]).device)
+    def _connected_over(self, mesh: Any) -> list[ProcessGroupCommunicator]:
+        """A communicator for each dimension of a mesh that has several workers."""
+        groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
+        return [ProcessGroupCommunicator(group, device=local(self._tensors[0][1]).device) for group in groups]
 
     def close(self) -> None:
         """Close the connections between the workers of this replica."""
@@ -191,10 +195,9 @@ class Replica:
             values: float64 scalars: of each tensor of `of`, a sum over the elements that this worker holds.
             of: the tensors themselves; an element that several workers hold counts once.
         """
-        whole = [value for value, t in zip(values, of, strict=True) if not is_sharded(t)]
-        total = float(sum(whole))
+        pairs: list[tuple[Tensor, Any]] = list(zip(values, of, strict=True))
+        total = float(sum(value for value, t in pairs if not is_sharded(t)))
         for mesh, comms in self._comms.items():
-            pairs: list[tuple[Tensor, Any]] = list(zip(values, of, strict=True))
             own = sum(float(value) / _num_copies(t) for value, t in pairs if is_sharded(t) and t.device_mesh == mesh)
             for comm in comms:
                 own = sum(comm.gather_objects(own))
@@ -219,10 +222,6 @@ def reshard(model: nn.Module) -> list[Any]:
     return modules
 
 
-def _groups_of(mesh: Any) -> list[Any]:
-    return [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
-
-
 def _all_of(comms: Sequence[Communicator], flag: bool) -> bool:
     for comm in comms:
         flag = comm.all_true(flag)
@@ -230,10 +229,5 @@ def _all_of(comms: Sequence[Communicator], flag: bool) -> bool:
 
 
 def _num_copies(t: Any) -> int:
-    """How many workers of a replica hold each element."""
-    if not is_sharded(t):
-        return 1
-    copies = 1
-    for dim, placement in enumerate(t.placements):
-        copies *= t.device_mesh.size(dim) if placement.is_replicate() else 1
-    return copies
+    """How many workers of a replica hold each element of a DTensor."""
+    return math.prod(t.device_mesh.size(dim) for dim, placement in enumerate(t.placements) if placement.is_replicate())

@@ -69,5 +69,5 @@ class Commits:
             "staleness": committed.late_rounds / max(1, committed.num_merged),
             "clipped": committed.clipped,
             "dropped_changes": committed.num_dropped,
-            "dropped_examples": committed.dropped_tokens / self._strategy.num_fragments,
+            "dropped_examples": committed.dropped_tokens / self._strategy.strategy.rhythm.fragments,
         }

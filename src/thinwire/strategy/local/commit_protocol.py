@@ -28,9 +28,9 @@ the leader decides, and who is lost, is believed.
 
 from __future__ import annotations
 
-import heapq
 import json
 import logging
+import sched
 import struct
 import threading
 import time
@@ -102,7 +102,7 @@ class PhaseEnd(NamedTuple):
     members: list[int]
 
 
-class Agreement:
+class CommitProtocol:
     """Sends shares and learns which of them each round merges; see the module's text. All workers construct it together.
 
     Args:
@@ -134,22 +134,23 @@ class Agreement:
             0,
             PhaseEnd(0, [], []),
         )  # the last phase whose rounds are taken, and that all have ended
-        self._alarms: list[tuple[float, int, Callable[[], None]]] = []  # a heap of what to do when
-        self._alarmed, self._num_alarms = threading.Condition(self._lock), 0
+        self._alarms, self._alarmed = sched.scheduler(time.monotonic), threading.Condition(self._lock)
         self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
         self._messenger.start()
         threading.Thread(target=self._serve_alarms, name="thinwire-deadlines", daemon=True).start()
 
     # ---- called by the training ----
 
-    @property
-    def num_members(self) -> int:
-        """Workers that take part."""
-        with self._changed:
-            return len(self._members)
+    def send(self, fragment: int, base: int, tokens: int, blocks: tuple[int, int], message: Tensor) -> tuple[int, int]:
+        """Send this worker's next share of a fragment to all others.
 
-    def send(self, fragment: int, base: int, tokens: int, blocks: tuple[int, int], message: Tensor) -> Pending:
-        """Send this worker's next share of a fragment to all others. `blocks` are those that it is made from and wants."""
+        Args:
+            fragment, base, tokens, message: as in `Share`.
+            blocks: of data that the share is made from, and that this worker wants.
+
+        Returns:
+            The share's number, and the bytes that are sent.
+        """
         self.check()
         with self._changed:
             log = self._fragments[fragment]
@@ -159,7 +160,7 @@ class Agreement:
             for peer in self._others():
                 self._messenger.post(peer, QuorumMessage.SHARE, payload)
             self._keep(self._unpacked(payload)[0])  # a copy: the caller's buffers may change
-            return Pending(self, fragment, log.sent, len(self._others()) * payload.numel())
+            return log.sent, len(self._others()) * payload.numel()
 
     def tell_speed(self) -> None:
         """Tell the others how fast this worker is, before its first share."""
@@ -193,6 +194,7 @@ class Agreement:
             versions = self._ended.versions
             self._wait(lambda: all(log.have >= v for log, v in zip(self._fragments, versions, strict=True)))
             rounds = [self.take(fragment, version) for fragment, version in enumerate(versions)]
+            # The caller merges what it gets and calls again; the phase ends with the call that gets nothing.
             self._phase += not any(rounds)
             return rounds
 
@@ -209,7 +211,7 @@ class Agreement:
     def close(self, wait: bool = True) -> None:
         """Hang up, and wait until what was sent has left."""
         with self._changed:
-            self._fail("it has hung up")
+            self._fail("it has hung up")  # ends the thread of the deadlines
         self._messenger.close(wait)
 
     def check(self) -> None:
@@ -222,7 +224,11 @@ class Agreement:
         return self._fragments[fragment].own_ready >= number
 
     def wait_for(self, fragment: int, number: int) -> None:
-        """Wait until a round with this worker's share can be taken."""
+        """Wait until a round with this worker's share can be taken.
+
+        Raises:
+            CommunicationError: too few workers are left, or this worker was left out.
+        """
         with self._changed:
             self._wait(lambda: self.is_ready(fragment, number))
 
@@ -345,9 +351,10 @@ class Agreement:
     def _learn(self, fragment: int, version: int, shares: list[list[int]]) -> None:
         """A commit."""
         log = self._fragments[fragment]
-        if version <= log.version:
+        if version <= log.version:  # reports and views repeat what this worker knows
             return
         if version != log.version + 1:
+            # `_on_message` takes the sender for lost.
             raise ValueError(f"version {version} of fragment {fragment} after {log.version}")
         log.commit([(int(rank), int(number)) for rank, number in shares])
         self._advance(fragment)
@@ -358,6 +365,7 @@ class Agreement:
         while log.have < log.version:
             shares = log.shares_of(log.have + 1)
             chosen = [(fragment, rank, number) for rank, number in shares if number != GONE]
+            # Rounds are taken in order, so a share that is missing holds all later ones.
             if not all(key in self._store for key in chosen):
                 return
             log.have += 1
@@ -387,6 +395,7 @@ class Agreement:
             return
         if log.first_at is None:
             log.first_at = now
+            # If no other share comes, only this looks at the round again.
             self._later(self._quorum.patience_seconds, self._decide)
         active = {rank for rank in self._members if self._done.get(rank) != self._ended.phase + 1}
         ranks = {rank for rank, _ in arrived}
@@ -425,18 +434,13 @@ class Agreement:
 
     def _later(self, seconds: float, do: Callable[[], None]) -> None:
         """Do something after so many seconds."""
-        self._num_alarms += 1
-        heapq.heappush(self._alarms, (time.monotonic() + seconds, self._num_alarms, do))
+        self._alarms.enter(seconds, 0, do)
         self._alarmed.notify_all()
 
     def _serve_alarms(self) -> None:
         with self._lock:
             while self._error is None:
-                left = self._alarms[0][0] - time.monotonic() if self._alarms else None
-                if left is not None and left <= 0:
-                    heapq.heappop(self._alarms)[2]()
-                else:
-                    self._alarmed.wait(left)
+                self._alarmed.wait(self._alarms.run(blocking=False))
 
     # ---- a new view ----
 
@@ -447,6 +451,7 @@ class Agreement:
             return
         self._lost |= lost
         self._reports.clear()
+        # All lost workers must be known to a report, so the reports are asked for anew.
         coordinator = min(self._members - self._lost)
         if coordinator == self.rank:
             self._tell(self._alive(), {"is": "ask", "lost": sorted(self._lost), "left": sorted(self._left)})
@@ -532,7 +537,7 @@ class Agreement:
         self._ended = max(self._ended, PhaseEnd(*note["ended"]))
 
     def _install_view(self, note: Mapping[str, Any]) -> None:
-        if note["view"] <= self._view:
+        if note["view"] <= self._view:  # a report carries the view of its sender, which may be older
             return
         members = set(note["members"])
         if self.rank not in members:
@@ -547,7 +552,7 @@ class Agreement:
             self._messenger.forget(rank)
             self.speeds.pop(rank, None)
         self._view, self._members = note["view"], members
-        lost = self._lost & members
+        lost = self._lost & members  # workers of the new view that were lost meanwhile
         self._lost, self._left = set(), set()
         self._reports.clear()
         self._changed.notify_all()
@@ -559,26 +564,6 @@ class Agreement:
             self._error = CommunicationError(f"rank {self.rank}: asynchronous local updates have stopped: {reason}")
         self._changed.notify_all()
         self._alarmed.notify_all()
-
-
-class Pending:
-    """A share that no round has merged yet, as far as this worker knows; `num_bytes` are sent of it."""
-
-    def __init__(self, agreement: Agreement, fragment: int, number: int, num_bytes: int):
-        self._agreement, self._fragment, self._number, self.num_bytes = agreement, fragment, number, num_bytes
-
-    @property
-    def is_committed(self) -> bool:
-        """Whether a round that has it can be taken."""
-        return self._agreement.is_ready(self._fragment, self._number)
-
-    def wait(self) -> None:
-        """Wait for the round that has it.
-
-        Raises:
-            CommunicationError: too few workers are left, or this worker was left out.
-        """
-        self._agreement.wait_for(self._fragment, self._number)
 
 
 class _Log:

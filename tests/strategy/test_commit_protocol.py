@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from thinwire.comm import CommunicationError, Message
-from thinwire.strategy.local import agreement
+from thinwire.strategy.local import commit_protocol
 from thinwire.strategy.local.quorum import Quorum
 
 
@@ -48,9 +48,9 @@ class Network:
             def close(self, wait=True):
                 pass
 
-        monkeypatch.setattr(agreement, "Messenger", Simulated)
+        monkeypatch.setattr(commit_protocol, "Messenger", Simulated)
         comms = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-        self.workers = [agreement.Agreement(quorum, num_fragments, comm, 1000) for comm in comms]
+        self.workers = [commit_protocol.CommitProtocol(quorum, num_fragments, comm, 1000) for comm in comms]
         self.taken = [[[] for _ in range(num_fragments)] for _ in range(size)]
 
     def deliver(self):
@@ -173,7 +173,7 @@ def test_those_who_are_cut_off_do_not_go_on_apart(monkeypatch):
             net.workers[rank].check()
     for rank in many:
         net.workers[rank].check()
-        assert net.workers[rank].num_members == 3
+        assert net.workers[rank]._members == set(many)
     net.close()
 
 
@@ -193,13 +193,16 @@ def test_a_phase_ends_when_all_that_are_left_are_done(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "said"),
     [
-        (agreement.QuorumMessage.NOTE, b"[" * 100_000),
-        (agreement.QuorumMessage.NOTE, b"{}"),
-        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, Infinity, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, 0, 0], "speed": 1, "have": []}')),
-        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, -1, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 0, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
-        (agreement.QuorumMessage.SHARE, b"\xff" * 8),
+        (commit_protocol.QuorumMessage.NOTE, b"[" * 100_000),
+        (commit_protocol.QuorumMessage.NOTE, b"{}"),
+        (
+            commit_protocol.QuorumMessage.SHARE,
+            _share(b'{"share": [4, 0, Infinity, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}'),
+        ),
+        (commit_protocol.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, 0, 0], "speed": 1, "have": []}')),
+        (commit_protocol.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 1, 0, 1, -1, 0], "speed": 1, "have": [0, 0]}')),
+        (commit_protocol.QuorumMessage.SHARE, _share(b'{"share": [4, 0, 0, 0, 1, 0, 0], "speed": 1, "have": [0, 0]}')),
+        (commit_protocol.QuorumMessage.SHARE, b"\xff" * 8),
     ],
 )
 def test_a_worker_whose_words_cannot_be_read_is_lost_and_the_others_go_on(kind, said, monkeypatch, caplog):
@@ -223,15 +226,15 @@ def test_a_worker_that_sends_the_share_of_another_one_is_lost_and_the_others_mer
 ):
     """Whether the forged share comes before the true one, or after it."""
     net = Network(5, 2, Quorum(grace=0.0, patience_seconds=1e6), 0, monkeypatch)
-    forged = net.workers[4]._packed(agreement.Share(2, 0, 1, 0, 1, 0, 0, torch.tensor([99], dtype=torch.uint8)))
+    forged = net.workers[4]._packed(commit_protocol.Share(2, 0, 1, 0, 1, 0, 0, torch.tensor([99], dtype=torch.uint8)))
     if is_first:
-        net.handlers[1][0](Message(4, agreement.QuorumMessage.SHARE, forged))
+        net.handlers[1][0](Message(4, commit_protocol.QuorumMessage.SHARE, forged))
     for rank in range(4):
         net.workers[rank].send(0, 0, 1, (0, 0), torch.tensor([rank], dtype=torch.uint8))
     if not is_first:
         while net.deliver():
             pass
-        net.handlers[1][0](Message(4, agreement.QuorumMessage.SHARE, forged))
+        net.handlers[1][0](Message(4, commit_protocol.QuorumMessage.SHARE, forged))
     while net.deliver():
         pass
     for rank in range(4):
@@ -247,7 +250,7 @@ def test_only_the_leader_ends_a_phase(monkeypatch):
     note = b'{"is": "end", "end": [9, [9], [0, 1, 2]]}'
     for source in (2, 0):
         net.handlers[1][0](
-            Message(source, agreement.QuorumMessage.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8))
+            Message(source, commit_protocol.QuorumMessage.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8))
         )
         assert net.workers[1]._ended.phase == (9 if source == 0 else 0)
     net.close()
