@@ -22,11 +22,11 @@ from torch._subclasses import FakeTensorMode
 
 from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
-from thinwire.comm.elastic import communicator, lighthouse
+from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
-from thinwire.comm.elastic.lighthouse import Asker, Missing, meet, torchft
+from thinwire.comm.elastic.groups import GlooGroups
+from thinwire.comm.elastic.lighthouse import Asker, Missing, meet
 from thinwire.comm.members import Version
-from thinwire.comm.process_group import wait_for_all
 from thinwire.strategy.transaction import Transaction
 
 
@@ -244,14 +244,14 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def worker(comm):
-        group = torchft().reconfigurable_group(timedelta(seconds=60))
+        group = GlooGroups(timedelta(seconds=60), on_gpus=False)
         group.connect(f"127.0.0.1:{store.port}/place", comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
         if comm.rank == 0:
-            wait_for_all([("from rank 1", group.parent.recv([received], 1, 0))], [], timedelta(seconds=60))
+            group.exchange({}, {1: received})()
         else:
             time.sleep(4)
-            wait_for_all([("to rank 0", group.parent.send([torch.ones(1)], 0, 0))], [], timedelta(seconds=60))
+            group.exchange({0: torch.ones(1)}, {})()
         return float(received)
 
     assert LocalWorld(2).run(worker) == [1.0, 0.0]
@@ -346,7 +346,7 @@ def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_ro
     """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(communicator, "require", lambda *args: None)  # there is no GPU
-    monkeypatch.setattr(torchft, "nccl_group", lambda self, timeout: OnGpus())
+    monkeypatch.setattr(groups, "nccl_group", lambda timeout: OnGpus())
     place = lighthouse.Lighthouse(2, "127.0.0.1")
     with FakeTensorMode():
         on_gpu = torch.empty(6, dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""Workers that come and go: rounds on torchft (extra `elastic`), or with credentials on connections of our own.
+"""Workers that come and go: rounds over Gloo (extra `elastic`), or with credentials over connections of our own.
 
 Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
 over Gloo, anew whenever the workers change. A round is a transaction:

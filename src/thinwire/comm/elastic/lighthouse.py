@@ -1,7 +1,7 @@
 """The Lighthouse, by which workers agree on who takes part, and what thinwire takes from torchft.
 
-torchft is an optional package, with a Lighthouse and process groups that are connected anew. All of its names that thinwire
-uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
+torchft is an optional package, with a Lighthouse and a process group over NCCL that is connected anew. All of its names that
+thinwire uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
 
 The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live. A worker sends
 them itself, and only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process lives.
@@ -92,93 +92,52 @@ class Lighthouse:
     """Stop it."""
 
 
-class torchft:  # noqa: N801  # reads as the package's name
-    """The parts of torchft that need a subclass.
+def nccl_group(timeout: timedelta) -> Any:
+    """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
+
+    An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
 
     Raises:
         ValueError: torchft is not installed.
     """
+    groups: Any = _module("torchft.process_group")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
 
-    def __init__(self) -> None:
-        self._coordination, self._groups = _module("torchft.coordination"), _module("torchft.process_group")
+    class Group(groups.ProcessGroupNCCL):  # type: ignore[misc]
+        def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
+            """Start sends and receives as one operation: they deadlock otherwise."""
+            device = next(iter((*sends.values(), *receives.values()))).device
+            with self._run_context():
+                self.parent._start_coalescing(device)
+                for peer, tensor in receives.items():
+                    self.parent.recv([tensor], peer, 0)
+                for peer, tensor in sends.items():
+                    self.parent.send([tensor], peer, 0)
+                return self._wrap_work(self.parent._end_coalescing(device), None)
 
-    def store(self, address: str, limit: timedelta) -> Any:
-        """A client of PyTorch's store at "host:port/prefix"."""
-        return self._groups.create_store_client(address, limit)
+        def errored(self) -> Exception | None:
+            torch.cuda.synchronize()  # operations end on streams of their own
+            error: Exception | None = super().errored()
+            return error
 
-    def reconfigurable_group(self, timeout: timedelta, on_gpus: Any | None = None) -> Any:
-        """A process group over Gloo that can be connected anew.
-
-        Args:
-            timeout: how long an operation may take.
-            on_gpus: a second group that is connected and closed with it; see `nccl_group`. None for none.
-        """
-        groups = self._groups
-
-        class Group(groups.ProcessGroupGloo):  # type: ignore[name-defined, misc]
-            def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
-                """Connect anew, within the limit: Gloo would try to reach a dead worker for the whole `timeout`."""
-                self._timeout = limit
-                self.configure(place, f"rank {rank}", rank, size)
-                self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # of collective operations
-                if on_gpus is not None:
-                    on_gpus.configure(f"{place}/gpus", f"rank {rank}", rank, size)
-
-            @property
-            def parent(self) -> Any:
-                return self._pg
-
-            def errored(self) -> Exception | None:
-                return None if on_gpus is None else on_gpus.errored()
-
-        return Group(timeout=timeout)
-
-    def nccl_group(self, timeout: timedelta) -> Any:
-        """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
-
-        An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
-        """
-        groups = self._groups
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
-
-        class Group(groups.ProcessGroupNCCL):  # type: ignore[name-defined, misc]
-            def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-                """Start sends and receives as one operation: they deadlock otherwise."""
-                device = next(iter((*sends.values(), *receives.values()))).device
-                with self._run_context():
-                    self.parent._start_coalescing(device)
-                    for peer, tensor in receives.items():
-                        self.parent.recv([tensor], peer, 0)
-                    for peer, tensor in sends.items():
-                        self.parent.send([tensor], peer, 0)
-                    return self._wrap_work(self.parent._end_coalescing(device), None)
-
-            def errored(self) -> Exception | None:
-                torch.cuda.synchronize()  # operations end on streams of their own
-                error: Exception | None = super().errored()
-                return error
-
-        return Group(timeout)
-
-    def client(self, address: str, seconds: float) -> Any:
-        """A client of the Lighthouse at this address."""
-        return self._coordination.LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+    return Group(timeout)
 
 
 def client_of(address: str, credentials: Credentials | None, seconds: float) -> Any:
     """A client of the Lighthouse at this address, which must answer within so many seconds.
 
     Raises:
-        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round.
+        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round; or
+            torchft is not installed, which a Lighthouse without credentials needs.
     """
     require(
         address.startswith("https://") == (credentials is not None),
         f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
     )
-    if credentials is None:
-        return torchft().client(address, seconds)
-    return QuorumClient(address, credentials, seconds)
+    if credentials is not None:
+        return QuorumClient(address, credentials, seconds)
+    return _module("torchft.coordination").LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
 
 
 def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:
@@ -187,9 +146,6 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
     Raises:
         OSError, RuntimeError: it does not answer.
     """
-    if credentials is None:
-        found: dist.Store = torchft().store(place, limit)
-        return found
     address, _, prefix = place.partition("/")
     host, port = parsed_address(address)
     return part_of(connected_store(host, port, limit, credentials), prefix)
