@@ -79,7 +79,7 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
         participants = [SimpleNamespace(replica_id=w, store_address="10.0.0.1:1", data=claim.data()) for w in workers]
         return SimpleNamespace(quorum_id=number, participants=participants)
 
-    asker = Asker(lambda seconds: SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a", 1.0)
+    asker = Asker(SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a")
     found = []
     for _ in range(6):
         asker.ask(Claim("a", "10.0.0.1:1", 0, Version(), "", "", "", -1, ""), 1.0)
@@ -202,7 +202,7 @@ def test_heartbeats_follow_progress(monkeypatch):
     monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.05)
     beats = []
     client = SimpleNamespace(heartbeat=lambda *_, **__: beats.append(time.monotonic()))
-    asker = Asker(lambda seconds: client, "a", 1.0)
+    asker = Asker(client, "a")
     asker.expect(0.3)
     time.sleep(3.0)
     assert beats and beats[-1] - beats[0] < 2.0

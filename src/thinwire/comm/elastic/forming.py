@@ -35,7 +35,6 @@ from .lighthouse import (
     RESTART_SECONDS,
     Asker,
     Missing,
-    Silent,
     client_of,
     meet,
     reach,
@@ -105,13 +104,13 @@ class Forming:
         if self._relay is not None:
             self.settings["relay"] = str(relay)
             self.host = _host_at(self._relay, self.host, listens, number)
-        self.asker: Asker | Silent = Silent()
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
+            self.asker = Asker(None, self._id)
             return
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
-            self.asker = Asker(partial(client_of, lighthouse, credentials), self._id, min(quorum_seconds, 30.0))
+            self.asker = Asker(client_of(lighthouse, credentials, min(quorum_seconds, 30.0)), self._id)
         except ValueError:
             raise
         except Exception as error:
@@ -226,7 +225,6 @@ class Forming:
 
     def _asked(self, claim: Callable[[], Claim], deadline: float) -> list[Claim]:
         """The Lighthouse's answer. It may restart meanwhile."""
-        assert not isinstance(self.asker, Silent), "process 0 asks"
         while True:
             try:
                 return at_relay(self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1)), self._relay)

@@ -155,17 +155,15 @@ class Asker:
     """Asks the Lighthouse for rounds, and sends it heartbeats while this worker makes progress.
 
     Args:
-        connect: makes a client, given the seconds to wait for the Lighthouse.
+        client: of the Lighthouse, see `client_of`; None in a process whose worker has another one that asks.
         id: of this process.
-        seconds: within which the Lighthouse must answer for the first time.
 
     Attributes:
         is_partial: whether the last answer lacks workers because the Lighthouse has restarted, and has not heard of all yet.
     """
 
-    def __init__(self, connect: Callable[[float], Any], id: str, seconds: float):
-        self._connect, self._id = connect, id
-        self._client = connect(seconds)
+    def __init__(self, client: Any, id: str):
+        self._client, self._id = client, id
         self._since = time.monotonic()
         self._workers: list[str] = []
         self._number = 0
@@ -178,7 +176,7 @@ class Asker:
         """Say that this worker makes progress; without another call within so many seconds, it counts as stuck."""
         now = time.monotonic()
         was_late, self._until = now >= self._until, now + seconds
-        if not self._thread.is_alive() and not self._is_closed:
+        if self._client is not None and not self._thread.is_alive() and not self._is_closed:
             self._thread.start()
         if was_late:  # the Lighthouse may believe it dead: let it know before somebody asks for a round
             self._wakened.set()
@@ -230,18 +228,6 @@ class Asker:
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception):  # the Lighthouse restarts
                     self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
-
-
-class Silent:
-    """In place of an `Asker`, in a process whose worker has another one that asks."""
-
-    is_partial = False
-
-    def expect(self, seconds: float) -> None:
-        """The process that asks says whether the worker makes progress."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class Missing(CommunicationError):
