@@ -74,8 +74,6 @@ Result = TypeVar("Result")
 log = logging.getLogger("thinwire")
 REPLICA_SECONDS = 300.0
 """How long a process waits for another one of its worker, beyond what a quorum may take."""
-NOTE_LENGTH = 7
-"""Numbers that a worker may add to its vote."""
 
 
 class ElasticCommunicator(Communicator):
@@ -105,8 +103,8 @@ class ElasticCommunicator(Communicator):
     Attributes:
         members: the workers of the last round that was opened; None before the first.
         counts: what became of the rounds so far.
-        note: numbers that travel with this worker's vote, at most `NOTE_LENGTH`.
-        notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
+        note: a number that travels with this worker's vote.
+        notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
         ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
@@ -161,11 +159,11 @@ class ElasticCommunicator(Communicator):
             others = ProcessGroupCommunicator(replica, REPLICA_SECONDS + quorum_seconds)
         self._processes = Processes(number, others)
         self.number, self.members, self.counts = number, None, RoundCounts()
-        self.note: list[float] = []
-        self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64, device="cpu")
+        self.note, self.notes = 0.0, torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norms: dict[int, float] = {}
         self._claims: dict[int, int] = {}
-        self._watchers: list[tuple[Callable[[], int], Callable[[Mapping[int, int] | None], None]]] = []
+        self._claim: Callable[[], int] = lambda: 0
+        self._ended: Callable[[Mapping[int, int] | None], object] | None = None
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
@@ -185,7 +183,8 @@ class ElasticCommunicator(Communicator):
         self._asker = self._forming.asker
         self._forming.settings["check_every"] = repr(check_every)
         self._healing = Healing(
-            *(number, self._forming.host, credentials, self._is_healing, self._record_healing),
+            *(number, self._forming.host, credentials),
+            *(partial(self._asker.expect, timeout_seconds), self._record_healing),
             *(self._processes.rank, replica),
         )
         self._claims_of_round: tuple[Claim, ...] = ()
@@ -201,8 +200,8 @@ class ElasticCommunicator(Communicator):
             claim: returns a number that travels with this worker's vote.
             ended: receives the numbers of all workers of a committed round, by worker; None if a round was given up.
         """
-        self._watchers.append((claim, ended))
-        require(len(self._watchers) == 1, f"worker {self.number}: one sampler serves a run; make no second one")
+        require(self._ended is None, f"worker {self.number}: one sampler serves a run; make no second one")
+        self._claim, self._ended = claim, ended
 
     def share(
         self,
@@ -315,9 +314,6 @@ class ElasticCommunicator(Communicator):
             self._asker.close()
             raise
 
-    def _is_healing(self) -> None:
-        self._asker.expect(self._timeout.total_seconds())
-
     def _record_healing(self, bytes_sent: int, bytes_received: int) -> None:
         with self._lock:
             self.ledger.record("healing", 1 if bytes_sent else 0, bytes_sent, bytes_received)
@@ -332,11 +328,12 @@ class ElasticCommunicator(Communicator):
                 raise CommunicationError(f"worker {self.number}: another of its processes has not regrouped")
             self._history.regroupings = members.version.regroupings + 1
             last = () if self.members is None else self.members.numbers
-            fell_behind = {members.numbers[rank] for rank in members.healed}
-            for number in last:
-                if number not in members.numbers or (number in fell_behind and number != self.number):
-                    loss = Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
-                    self.counts.losses.append(loss)
+            healed = {members.numbers[rank] for rank in members.healed} - {self.number}
+            self.counts.losses += [
+                Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
+                for number in last
+                if number not in members.numbers or number in healed
+            ]
             self.members, self._known_place = members, self._forming.place
             self._patience.forget()
         self._patience.resume()
@@ -368,16 +365,14 @@ class ElasticCommunicator(Communicator):
             self._history.commit(self._forming.place)
             self.counts.committed = self._history.committed
             self._patience.committed()
-            self._asker.expect(self._patience.seconds)
-            for _, ended in self._watchers:
-                ended(self._claims)
-            return True
-        self._give_up()
-        for _, ended in self._watchers:
-            ended(None)
-        self.counts.aborted += 1
-        self._in_flight = self.ledger.bytes_sent - self._sent_before
-        return False
+            self.progressed()
+        else:
+            self._give_up()
+            self.counts.aborted += 1
+            self._in_flight = self.ledger.bytes_sent - self._sent_before
+        if self._ended is not None:
+            self._ended(self._claims if committed else None)
+        return committed
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
@@ -394,14 +389,11 @@ class ElasticCommunicator(Communicator):
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
-        vote = torch.zeros(2 + NOTE_LENGTH + 1, dtype=torch.float64, device="cpu")
-        vote[0], vote[1], vote[-1] = 1.0, norm, sum(claim() for claim, _ in self._watchers)
-        vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64, device="cpu")
-        votes = torch.stack(self.all_gather(vote).wait())
-        self.notes = votes[:, 2:-1]
-        self._claims = dict(zip(self.members.numbers, votes[:, -1].long().tolist(), strict=True))
-        self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
-        return bool((votes[:, 0] == 1.0).all())
+        vote = torch.tensor([1.0, norm, self._claim(), self.note], dtype=torch.float64, device="cpu")
+        successes, norms, claims, self.notes = torch.stack(self.all_gather(vote).wait()).unbind(1)
+        self._norms = dict(zip(self.members.numbers, norms.tolist(), strict=True))
+        self._claims = dict(zip(self.members.numbers, map(int, claims.tolist()), strict=True))
+        return bool((successes == 1.0).all())
 
     def state_dict(self) -> dict[str, Any]:
         """Which rounds the present state is made of, for a checkpoint: their number, and digests of the last ones."""
