@@ -58,7 +58,7 @@ from ...streams import refuse_capture
 from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError
-from ..members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..process_group import ProcessGroupCommunicator
 from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
@@ -229,40 +229,39 @@ class ElasticCommunicator(Communicator):
         deadline = time.monotonic() + self._quorum_seconds
         is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
         digest = self._healing.digest() if is_due else ""
+        with self._left_out_closes():
+            self._claims_of_round = claims = self._connected_claims(deadline, digest)
+            self.ledger.size = self.size
+            members = members_of(claims)
+            self._require_known(members)
+        for number in differing(claims, members):
+            log.warning(
+                "after %d rounds worker %d differs from the others in what all have in common; it is healed",
+                *(members.version.committed, number),
+            )
+        self._is_opening = not (self._known_place == self._forming.place and not members.healed)
+        return members if self._is_opening else None
+
+    def _connected_claims(self, deadline: float, digest: str) -> tuple[Claim, ...]:
+        """Those of the workers of the next round, after connecting with them."""
         while True:
             self._error = None
+            claims = self._forming.claims(
+                max(deadline - time.monotonic(), 0.1),
+                self._history,
+                -1 if self.members is None else self.members.numbers.index(self.number),
+                self._healing.can_heal,
+                digest,
+                self._healing.port,
+            )
             try:
-                self._claims_of_round = claims = self._forming.claims(
-                    max(deadline - time.monotonic(), 0.1),
-                    self._history,
-                    -1 if self.members is None else self.members.numbers.index(self.number),
-                    self._healing.can_heal,
-                    digest,
-                    self._healing.port,
-                )
-            except (ValueError, LeftOut):
-                self._asker.close()
-                raise
-            try:
-                with self._left_out_closes():
-                    self.rank, self.size = self._forming.connect(claims), len(claims)
+                self.rank, self.size = self._forming.connect(claims), len(claims)
+                return claims
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:
                     raise
                 self._error = error
                 self._give_up()
-                continue
-            self.ledger.size = self.size
-            with self._left_out_closes():
-                members = members_of(claims)
-                self._require_known(members)
-            for number in differing(claims, members):
-                log.warning(
-                    "after %d rounds worker %d differs from the others in what all have in common; it is healed",
-                    *(members.version.committed, number),
-                )
-            self._is_opening = not (self._known_place == self._forming.place and not members.healed)
-            return members if self._is_opening else None
 
     def _require_known(self, members: Members) -> None:
         """Begin no run anew where a worker has given up its rounds for a state that nobody has any more."""
@@ -309,7 +308,7 @@ class ElasticCommunicator(Communicator):
         """Context in which this worker may learn that the others go on without it."""
         try:
             yield
-        except (LeftOut, LostRounds, Diverged):
+        except (LeftOut, ValueError):  # of the user's mistakes, `LostRounds` or `Diverged`
             self._give_up()
             self._asker.close()
             raise
