@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -36,7 +36,7 @@ from ..tls.connections import Listener
 from ..tls.credentials import Credentials, parsed_address
 from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
-from .quorums import QuorumClient, Quorums
+from .quorums import MAX_WORKERS, QuorumClient, Quorums
 
 HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
@@ -279,32 +279,21 @@ def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
     Raises:
         Missing: with the ranks that cannot be reached.
     """
-    deadline, waiting, missing = time.monotonic() + limit.total_seconds(), dict[int, Any](), list[int]()
-    with contextlib.ExitStack() as stack:
-        poll = select.poll()
-        for rank, store in stores:
-            host, _, port = store.rpartition(":")
-            if at := relay_of(host):
-                host, port = at[0], str(at[1])
-            try:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                probe = stack.enter_context(socket.socket(family))
-                probe.setblocking(False)
-                probe.connect_ex((host.strip("[]"), int(port)))
-            except (OSError, OverflowError):
-                missing.append(rank)
-                continue
-            poll.register(probe, select.POLLOUT)
-            waiting[probe.fileno()] = rank, probe
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(1000 * left):
-                rank, probe = waiting.pop(descriptor)
-                poll.unregister(descriptor)
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    missing.append(rank)
-        missing += [rank for rank, _ in waiting.values()]
-    if missing:
-        raise Missing(missing)
+    places = list(stores)
+    with ThreadPoolExecutor(MAX_WORKERS) as pool:
+        are_there = pool.map(lambda place: _answers(place[1], limit), places)
+        if missing := [rank for (rank, _), is_there in zip(places, are_there, strict=True) if not is_there]:
+            raise Missing(missing)
+
+
+def _answers(store: str, limit: timedelta) -> bool:
+    """Whether something listens at the address of a store, or of the relay that it waits at."""
+    host, _, port = store.rpartition(":")
+    try:
+        socket.create_connection(relay_of(host) or (host.strip("[]"), int(port)), limit.total_seconds()).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _module(name: str) -> ModuleType:
