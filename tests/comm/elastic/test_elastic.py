@@ -199,18 +199,35 @@ def test_survivors_do_not_wait_for_the_data_of_a_worker_that_is_started_again(mo
 
 def test_heartbeats_follow_progress(monkeypatch):
     """They end when there was none for long, and one that is late comes at once, before the next is due."""
-    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.05)
-    beats = []
-    client = SimpleNamespace(heartbeat=lambda *_, **__: beats.append(time.monotonic()))
-    asker = Asker(client, "a")
+
+    class Pause(threading.Event):
+        """Notes how long the thread wants to wait for the next heartbeat."""
+
+        def wait(self, timeout):
+            pauses.append(timeout)
+            return super().wait(timeout)
+
+    def wait_for_pauses(number, seconds):
+        before = len(pauses)
+        wait_until(lambda: pauses[before:].count(seconds) >= number, "the thread that sends heartbeats")
+
+    now, beats, pauses = [100.0], [], []
+    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lighthouse, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asker = Asker(SimpleNamespace(heartbeat=lambda *_, **__: beats.append(now[0])), "a")
+    asker._wakened = Pause()
     asker.expect(0.3)
-    time.sleep(3.0)
-    assert beats and beats[-1] - beats[0] < 2.0
-    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 30.0)
-    time.sleep(0.2)
-    before = time.monotonic()
+    wait_until(lambda: len(beats) > 2, "heartbeats")
+    now[0] += 0.3
+    wait_for_pauses(2, 0.01)  # the thread may have been about to send one
+    before = len(beats)
+    wait_for_pauses(5, 0.01)
+    assert len(beats) == before
+    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 1000.0)
+    wait_until(lambda: pauses[-1] == 1000.0, "a long pause")
+    now[0] += 1.0
     asker.expect(60.0)
-    wait_until(lambda: beats[-1] > before, "a heartbeat", 10)
+    wait_until(lambda: beats[-1] == now[0], "a heartbeat", 10)
     asker.close()
 
 
@@ -293,22 +310,23 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     """The second worker asks for one quorum and dies: the first cannot connect, asks again, and must not wait so long again."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     place = lighthouse.Lighthouse(2, "127.0.0.1")
-    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=4.0)
-    ask, asked = comm._forming.claims, []
+    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=100.0)
+    ask, asked, now = comm._forming.claims, [], [0.0]
+    monkeypatch.setattr(communicator, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def claims(seconds, *own):
         asked.append(seconds)
         return ask(seconds, *own) if len(asked) > 1 else ()
 
     def connect(members):
-        time.sleep(1.5)
+        now[0] += 99.5
         raise CommunicationError("a worker died meanwhile")
 
     monkeypatch.setattr(comm._forming, "claims", claims)
     monkeypatch.setattr(comm._forming, "connect", connect)
-    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 4 seconds; see whether"):
+    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 100 seconds; see whether"):
         comm.form_round()
-    assert len(asked) > 1 and asked[1] <= 2.5 < asked[0]
+    assert asked == [100.0, 0.5]
     comm.close()
     place.close()
 
