@@ -197,7 +197,7 @@ def shared_part(state: State, without: Collection[str] = ()) -> dict[str, Any]:
     """The part of a state that a joining worker loads: all fields that are not this worker's own, but for some names."""
     names = [name for name in _of_kind(state, "shared", "averaged", "agreed") if name not in without]
     return {name: saved_field(state, name) for name in names} | {
-        name: _each(value, [], lambda child, _: shared_part(child)) for name, value in _nested(state)
+        name: _each(getattr(state, name), [], lambda child, _: shared_part(child)) for name in _of_kind(state, "nested")
     }
 
 
@@ -304,17 +304,15 @@ def _of_kind(state: State, *names: str) -> list[str]:
     return [name for name, kind in kinds(state).items() if kind.name in names]
 
 
-def _nested(state: State) -> Iterator[tuple[str, Any]]:
-    return ((name, getattr(state, name)) for name in _of_kind(state, "nested"))
-
-
 def _all_fields(state: State) -> Iterator[tuple[State, str, FieldKind]]:
     """The fields of a state and of the states in it: whose they are, their names and kinds."""
-    yield from ((state, name, kind) for name, kind in kinds(state).items())
-    for _, value in _nested(state):
-        several = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-        for child in several:
-            yield from () if child is None else _all_fields(child)
+    for name, kind in kinds(state).items():
+        yield state, name, kind
+        if kind.name == "nested":
+            value = getattr(state, name)
+            several = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+            for child in several:
+                yield from () if child is None else _all_fields(child)
 
 
 def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[Any]], Any]) -> Any:

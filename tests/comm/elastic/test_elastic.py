@@ -128,15 +128,15 @@ def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_
         comm.open_round(comm.form_round())
         assert comm.close_round(True)
         if world.rank == 1:
-            ask, asked = comm._asker._asked, []
+            client, asked = comm._asker._client, []
 
-            def missed(*arguments):
-                asked.append(ask(*arguments))
+            def missed(**question):
+                asked.append(client.quorum(**question))
                 if len(asked) == 1:
                     raise ConnectionError("the Lighthouse has ended")
                 return asked[-1]
 
-            comm._asker._asked = missed
+            comm._asker._client = SimpleNamespace(quorum=missed, heartbeat=client.heartbeat)
         comm.open_round(comm.form_round())
         began = time.monotonic()
         try:

@@ -190,8 +190,8 @@ def members_of(claims: Sequence[Claim]) -> Members:
 def differing(claims: Sequence[Claim], members: Members) -> list[int]:
     """The numbers of the healed workers whose state differs from that of others with as many rounds."""
     right = claims[members.sources[0]]
-    alike = ((r, claims[r]) for r in members.healed)
-    return [c.number for _, c in alike if c.digest and (c.version, c.history) == (right.version, right.history)]
+    healed = (claims[rank] for rank in members.healed)
+    return [c.number for c in healed if c.digest and (c.version, c.history) == (right.version, right.history)]
 
 
 def _majority(newest: list[Claim]) -> list[Claim]:

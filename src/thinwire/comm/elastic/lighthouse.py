@@ -196,10 +196,7 @@ class Asker:
         # The first time: if a run goes on and its Lighthouse has restarted, new workers must not begin another run before it
         # has heard of the old ones. It waits for those.
         time.sleep(max(self._since + RESTART_SECONDS - time.monotonic(), 0.0))
-        return self._claims(self._asked(claim, seconds))
-
-    def _asked(self, claim: Claim, seconds: float) -> Any:
-        return self._client.quorum(
+        quorum = self._client.quorum(
             replica_id=self._id,
             timeout=timedelta(seconds=seconds),
             address="",
@@ -209,6 +206,7 @@ class Asker:
             shrink_only=False,
             data=claim.data(),
         )
+        return self._claims(quorum)
 
     def _claims(self, quorum: Any) -> list[Claim]:
         workers = [member.replica_id for member in quorum.participants]
@@ -246,20 +244,19 @@ def meet(
     Raises:
         Missing: with the ranks that did not come, or that of the store's owner.
     """
+    keys = [f"here/{peer}" for peer in range(size)]
     try:
         reach([(0, store)], limit)
         found = store_at(f"{store}/{place}", limit, credentials)
-        found.set(f"here/{rank}", "")
+        found.set(keys[rank], "")
+        try:
+            found.wait(keys, limit)
+        except RuntimeError as error:
+            raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
+    except Missing:
+        raise
     except (OSError, RuntimeError) as error:
         raise Missing([0]) from error
-    try:
-        found.wait([f"here/{peer}" for peer in range(size)], limit)
-    except RuntimeError as error:
-        try:
-            missing = [peer for peer in range(size) if not found.check([f"here/{peer}"])]
-        except RuntimeError:
-            missing = [0]
-        raise Missing(missing) from error
 
 
 def try_sockets(count: int) -> None:
