@@ -393,6 +393,7 @@ def load_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor], wha
             tensor.numel() == saved[name].numel(),
             f"saved {what} of {name!r} has {saved[name].numel()} elements, expected {tensor.numel()}",
         )
+    # Nothing is copied unless all sizes fit.
     for name, tensor in tensors.items():
         tensor.copy_(saved[name].reshape(tensor.shape))
 

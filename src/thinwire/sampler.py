@@ -177,6 +177,7 @@ class ElasticSampler:
         own = places[comm.rank :: comm.size]
         self._num_own += len(own)
         self.weight = float(bool(own)) if self._keeps else len(own) * comm.size / self.per_step
+        # A worker without a block of its own takes part in the step all the same, with weight 0.
         return [self._block(place) for place in own or places[:1]]
 
     def _lease(self, numbers: Sequence[int]) -> list[int]:
@@ -258,6 +259,7 @@ class ElasticSampler:
             members: ranks of the workers that go on.
             wanted: blocks for each that has not said how many it wants.
         """
+        # All workers sort, because they must assign the same blocks and may know the leases in another order.
         self._returned = sorted(place for places in (self._returned, *self._leases.values()) for place in places)
         self._leases, self._num_own, self._num_claimed = {}, 0, 0
         self._last = (min([self._next, *self._returned]) // self.num_blocks + 1) * self.num_blocks

@@ -152,10 +152,12 @@ class ElasticCommunicator(Communicator):
             backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
             f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
         )
+        # It connects one worker until its first round, so that strategies attach without the others.
         super().__init__(0, 1)
         self.in_round = self._is_opening = False
         self.replica, others = replica, None
         if replica is not None:
+            # The other processes wait in `gather` while process 0 waits for a quorum.
             others = ProcessGroupCommunicator(replica, REPLICA_SECONDS + quorum_seconds)
         self._processes = Processes(number, others)
         self.number, self.members, self.counts = number, None, RoundCounts()
@@ -181,6 +183,7 @@ class ElasticCommunicator(Communicator):
             *(credentials, listens, relay),
         )
         self._asker = self._forming.asker
+        # All workers must compare in the same rounds.
         self._forming.settings["check_every"] = repr(check_every)
         self._healing = Healing(
             *(number, self._forming.host, credentials),
@@ -218,6 +221,7 @@ class ElasticCommunicator(Communicator):
     def check_agreement(self, what: dict[str, Any]) -> None:
         """As in `Communicator`. What is checked before the first round is compared whenever a round forms."""
         if self.members is None:
+            # A key may be checked several times; each check keeps an entry of its own.
             settings = self._forming.settings
             for key, value in what.items():
                 settings[str(key) if str(key) not in settings else f"{key} ({len(settings)})"] = repr(value)
@@ -227,10 +231,12 @@ class ElasticCommunicator(Communicator):
         self._drain()
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
+        # Hashing a large state takes time, so most rounds do without.
         is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
         digest = self._healing.digest() if is_due else ""
         with self._left_out_closes():
             self._claims_of_round = claims = self._connected_claims(deadline, digest)
+            # The ledger compares with dense collectives of as many workers.
             self.ledger.size = self.size
             members = members_of(claims)
             self._require_known(members)
@@ -239,6 +245,7 @@ class ElasticCommunicator(Communicator):
                 "after %d rounds worker %d differs from the others in what all have in common; it is healed",
                 *(members.version.committed, number),
             )
+        # The same workers on the same connections need no vote to begin.
         self._is_opening = not (self._known_place == self._forming.place and not members.healed)
         return members if self._is_opening else None
 
@@ -266,6 +273,7 @@ class ElasticCommunicator(Communicator):
     def _require_known(self, members: Members) -> None:
         """Begin no run anew where a worker has given up its rounds for a state that nobody has any more."""
         lost = self._history.num_forgotten
+        # Version 0 means that nobody is left with the state that this worker was loading.
         if lost and not members.version.committed:
             raise LostRounds(
                 f"worker {self.number} had committed {lost} rounds, and was taking over a newer state when the last worker "
@@ -291,6 +299,7 @@ class ElasticCommunicator(Communicator):
                 done = self._healing.finish()
             except CommunicationError as error:
                 failed = error
+            # Its other processes wait for the result here, so a failure is told before it is raised.
             steps = self._processes.gather(None if done is None else done[1])
         if done is None or None in steps:
             self._history.forget()
@@ -325,6 +334,7 @@ class ElasticCommunicator(Communicator):
             self.all_gather(torch.ones(1, device="cpu")).wait()  # all have regrouped
             if not self._all_open(True):
                 raise CommunicationError(f"worker {self.number}: another of its processes has not regrouped")
+            # A worker that missed this vote keeps the lower count, and is healed in the next round.
             self._history.regroupings = members.version.regroupings + 1
             last = () if self.members is None else self.members.numbers
             healed = {members.numbers[rank] for rank in members.healed} - {self.number}
@@ -349,7 +359,9 @@ class ElasticCommunicator(Communicator):
 
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
         if self._is_opening:
+            # The worker's other processes wait for this answer, and must not open the round either.
             self._all_open(False)
+        # This worker's processes compare their votes only if they have opened the round.
         was_open, self.in_round = self.in_round, False
         try:
             committed = success and self._has_arrived() and self._vote(norm)
@@ -449,6 +461,7 @@ class ElasticCommunicator(Communicator):
             if self._closed:
                 return
             self._closed = True
+        # It does not wait: an operation may hang until its time limit, and the connections close below.
         self._issuer.shutdown(wait=False, cancel_futures=True)
         self._asker.close()
         self._groups.close()
@@ -461,6 +474,7 @@ class ElasticCommunicator(Communicator):
     def _drain(self) -> None:
         """Wait until no operation of an earlier round is being started."""
         with contextlib.suppress(Exception):
+            # The thread takes calls in order, so this one runs after all earlier ones.
             self._issuer.submit(lambda: None).result(self._timeout.total_seconds())
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
@@ -489,6 +503,7 @@ class ElasticCommunicator(Communicator):
             wait()
             self._asker.expect(self._groups.limit.total_seconds())
         except Exception as error:
+            # Only the first failure closes the connections; later ones follow from it.
             if self._error is None:
                 self._error = error
                 self._groups.hang_up()

@@ -100,7 +100,9 @@ class Healing:
         try:
             self.snapshots.offer(key, self._sections(history))
         except Exception as error:
+            # Its next claim says so, and then it is no source any more.
             self.can_heal = False
+            # Without sections its answer is "failed", so the joiner need not wait for it.
             self.snapshots.offer(key, {})
             log.warning("worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error))
 
@@ -146,6 +148,7 @@ class Healing:
                 *(self._tick, partial(self._record, 0)),
             )
             manifests = self._agreed(self._transfer, is_late=False)
+            # Before the larger sections come, so that a loss of rounds is found first.
             self._theirs = self._history_of(self._transfer.section(ROUNDS), members, history)
             sections = self._fetched(self._transfer, manifests)
             history.forget()  # what is loaded in part is no state of the run
@@ -193,6 +196,7 @@ class Healing:
                 self._held.setdefault(own.hash(number), section[own.place(number)])
         manifests = transfer.agree(names)
         announced = sum(manifest.num_bytes for manifest in manifests.values())
+        # Before memory for it is taken.
         if announced > limit:
             who = transfer.sources[0].number
             raise ValueError(f"worker {who} announced a state of {announced} bytes, expected at most {limit}")

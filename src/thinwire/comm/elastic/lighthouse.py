@@ -176,6 +176,7 @@ class Asker:
         """Say that this worker makes progress; without another call within so many seconds, it counts as stuck."""
         now = time.monotonic()
         was_late, self._until = now >= self._until, now + seconds
+        # Its first heartbeat makes the others wait for this worker, so it comes with the first progress.
         if self._client is not None and not self._thread.is_alive() and not self._is_closed:
             self._thread.start()
         if was_late:  # the Lighthouse may believe it dead: let it know before somebody asks for a round
@@ -199,6 +200,7 @@ class Asker:
         quorum = self._client.quorum(
             replica_id=self._id,
             timeout=timedelta(seconds=seconds),
+            # torchft asks for these too, and workers read nothing of them.
             address="",
             store_address=claim.store,
             step=0,
@@ -210,6 +212,7 @@ class Asker:
 
     def _claims(self, quorum: Any) -> list[Claim]:
         workers = [member.replica_id for member in quorum.participants]
+        # Numbers of quorums grow with each change of workers, and begin again with the Lighthouse.
         has_restarted = quorum.quorum_id < self._number + (workers != self._workers)
         self.is_partial = has_restarted and not set(self._workers) <= set(workers)
         self._workers, self._number = workers, quorum.quorum_id
@@ -223,6 +226,7 @@ class Asker:
         while not self._is_closed:
             self._wakened.wait(BEAT_SECONDS)
             self._wakened.clear()
+            # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception):  # the Lighthouse restarts
                     self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
@@ -246,6 +250,7 @@ def meet(
     """
     keys = [f"here/{peer}" for peer in range(size)]
     try:
+        # The client of a store tries until its limit; here a port that refuses is noticed at once.
         reach([(0, store)], limit)
         found = store_at(f"{store}/{place}", limit, credentials)
         found.set(keys[rank], "")

@@ -99,6 +99,7 @@ class Quorums:
         deadline = now + WAIT_SECONDS
         before = self._questions.get(id)
         first = before.first if before is not None and before.nonce == nonce else now
+        # An answered question comes again if the answer was lost on the way.
         if self._answered.get(id) != nonce:
             self._questions[id] = Question(claim.decode(), nonce, first, now)
         while self._answered.get(id) != nonce and not self._form() and self._clock() < deadline:

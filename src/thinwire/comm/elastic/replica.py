@@ -74,6 +74,7 @@ class Processes:
                 value = call()
             except ERRORS as error:
                 raised = error
+        # JSON carries no exceptions: an error travels as its place in `ERRORS` and its text.
         kind = next((i for i, error in enumerate(ERRORS) if isinstance(raised, error)), None)
         value, kind, text = self.gather([value, kind, str(raised)])[0]
         if kind is not None:

@@ -63,6 +63,7 @@ class Manifest(NamedTuple):
         """The manifest of a section, (n,) uint8."""
         view = memoryview(section.numpy())  # type: ignore[arg-type]  # NumPy's type says so from Python 3.12 on
         bare = cls(len(view), min(tensors_begin(section), len(view)), b"")
+        # `hashlib` releases the GIL, so that threads hash at the same time.
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             hashes = pool.map(lambda number: hashlib.sha256(view[bare.place(number)]).digest(), range(bare.num_chunks))
             return bare._replace(hashes=b"".join(hashes))
@@ -150,6 +151,7 @@ class Snapshots:
         """Serve nothing more."""
         with self._lock:
             if self._key:
+                # A joiner that asks later learns that the round has ended, and does not wait for it.
                 self._ended.append(self._key)
             self._key, self._sections, self._manifests = b"", {}, {}
 

@@ -227,6 +227,7 @@ class Transfer:
                         *(source.number, number, name, self._number),
                     )
                 return
+            # The limit holds from the last chunk on, however long the whole transfer takes.
             since = time.monotonic()
 
     def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
@@ -275,6 +276,7 @@ class _Fetch:
             return False
         self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         with self._changed:
+            # A view of the section, which takes no memory of its own.
             self._held[hash] = self._section[place]
             self._num_missing -= 1
             self._changed.notify_all()
