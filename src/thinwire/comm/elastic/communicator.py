@@ -317,7 +317,7 @@ class ElasticCommunicator(Communicator):
         """Context in which this worker may learn that the others go on without it."""
         try:
             yield
-        except (LeftOut, ValueError):  # of the user's mistakes, `LostRounds` or `Diverged`
+        except (LeftOut, ValueError):  # `LostRounds` and `Diverged` are ValueErrors
             self._give_up()
             self._asker.close()
             raise
@@ -355,7 +355,7 @@ class ElasticCommunicator(Communicator):
         """Whether all processes of this worker have regrouped: then all of them open the round."""
         self._is_opening = False
         with self._left_out_closes():
-            return self._processes.all(flag)
+            return all(self._processes.gather(flag))
 
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
         if self._is_opening:
@@ -369,7 +369,7 @@ class ElasticCommunicator(Communicator):
             self._error, committed = error, False
         if was_open:
             with self._left_out_closes():
-                committed = self._processes.all(committed)
+                committed = all(self._processes.gather(committed))
         self._healing.snapshots.drop()
         self._healing.end()
         if committed:

@@ -59,7 +59,7 @@ class Groups(ABC):
         """Close the connections after what was sent has arrived."""
 
     @abstractmethod
-    def _connected(self) -> GlooOperations | TcpCommunicator:
+    def _connected(self) -> GlooGroups | TcpCommunicator:
         """What sends tensors in main memory, within `limit`."""
 
     def all_reduce(self, tensor: Tensor) -> Wait:
@@ -93,34 +93,6 @@ class Groups(ABC):
         return self.nccl is not None and tensor.device.type == "cuda"
 
 
-class GlooOperations:
-    """What a `TcpCommunicator` does, over a process group.
-
-    Args:
-        group: a `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
-
-    Attributes:
-        limit: how long to wait for a message. Each wait names it, as Gloo's own limit is that of connecting.
-    """
-
-    def __init__(self, group: Any):
-        self.group, self.limit = group, timedelta(0)
-
-    def _start_all_reduce(self, tensor: Tensor) -> Wait:
-        return self._waiting([("", self.group.allreduce([tensor], dist.AllreduceOptions()))])
-
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
-        return self._waiting([(f"from rank {root}", self.group.broadcast([tensor], _from_rank(root)))])
-
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        works = [(f"from rank {peer}", self.group.recv([tensor], peer, 0)) for peer, tensor in receives.items()]
-        works += [(f"to rank {peer}", self.group.send([tensor], peer, 0)) for peer, tensor in sends.items()]
-        return self._waiting(works)
-
-    def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
-        return partial(wait_for_all, works, limit=self.limit)
-
-
 class GlooGroups(Groups):
     """Over Gloo, and NCCL for tensors on GPUs if asked for.
 
@@ -135,7 +107,8 @@ class GlooGroups(Groups):
     def __init__(self, timeout: timedelta, on_gpus: bool):
         super().__init__(timeout)
         self.nccl = nccl_group(timeout) if on_gpus else None
-        self._gloo: GlooOperations | None = None  # before the first round, and while one is connected
+        # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
+        self._gloo: Any = None  # before the first round, and while one is connected
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
         self._gloo = None
@@ -143,25 +116,39 @@ class GlooGroups(Groups):
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
         if self.nccl is not None:
             self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
-        self._gloo = GlooOperations(group)
+        self._gloo = group
 
     def hang_up(self) -> None:
         """Over Gloo, a receive that runs into its time limit closes all connections; see `process_group.py`."""
         if self.nccl is not None:
             self.nccl.abort()
         if self._gloo is not None:
-            group = self._gloo.group
-            for peer in set(range(group.size())) - {group.rank()}:
+            for peer in set(range(self._gloo.size())) - {self._gloo.rank()}:
                 with contextlib.suppress(RuntimeError, ValueError):
-                    group.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+                    self._gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
     def close(self) -> None:
         """The group closes its connections when it is deleted."""
 
-    def _connected(self) -> GlooOperations:
-        assert self._gloo is not None, "a round of several workers is connected"
-        self._gloo.limit = self.limit
-        return self._gloo
+    def _connected(self) -> GlooGroups:
+        if self._gloo is None:
+            raise CommunicationError("the round was given up")
+        return self
+
+    def _start_all_reduce(self, tensor: Tensor) -> Wait:
+        return self._waiting([("", self._gloo.allreduce([tensor], dist.AllreduceOptions()))])
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
+        return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
+        works = [(f"from rank {peer}", self._gloo.recv([tensor], peer, 0)) for peer, tensor in receives.items()]
+        works += [(f"to rank {peer}", self._gloo.send([tensor], peer, 0)) for peer, tensor in sends.items()]
+        return self._waiting(works)
+
+    def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
+        # Each wait names its limit, because Gloo's own one is that of connecting.
+        return partial(wait_for_all, works, limit=self.limit)
 
 
 class TcpGroups(Groups):

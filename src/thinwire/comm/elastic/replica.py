@@ -52,14 +52,6 @@ class Processes:
                 f"the run; end them all, and start them again together ({reason_of(error)})"
             ) from error
 
-    def all(self, flag: bool) -> bool:
-        """Whether all processes passed True.
-
-        Raises:
-            LeftOut: as in `gather`.
-        """
-        return all(self.gather(flag))
-
     def on_first(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises on process 0, which alone calls it: plain values, or one of `ERRORS`.
 
