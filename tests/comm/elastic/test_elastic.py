@@ -25,7 +25,7 @@ from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.groups import GlooGroups
-from thinwire.comm.elastic.lighthouse import Asker, Missing, meet
+from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, meet
 from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
 
@@ -115,6 +115,14 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
         return members.numbers, members.healed, members.version.committed
 
     assert LocalWorld(3).run(worker) == [((0, 1, 2), (0, 1), 5)] * 3
+    place.close()
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_lighthouse_at_an_ipv6_host_is_reached_at_its_address():
+    """The host in its address had no brackets, so no client found the port."""
+    place = lighthouse.Lighthouse(1, "::1")
+    client_of(place.address, None, 20.0).heartbeat("a", timeout=timedelta(seconds=20))
     place.close()
 
 

@@ -72,20 +72,21 @@ class Lighthouse:
         credentials: Credentials | None = None,
     ):
         host = own_address()[1] if host is None else host
+        place = f"[{host}]" if ":" in host else host
         if credentials is not None:
             quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
             listener = Listener(host, port, credentials, quorums.answer)
-            self.address, self.close = f"https://{f'[{host}]' if ':' in host else host}:{listener.port}", listener.close
+            self.address, self.close = f"https://{place}:{listener.port}", listener.close
             return
         server: Any = _module("torchft.coordination").LighthouseServer(
-            bind=f"{host}:{port}",
+            bind=f"{place}:{port}",
             min_replicas=min_workers,
             join_timeout_ms=round(1000 * join_seconds),
             quorum_tick_ms=50,
             heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
         )
         # torchft gives the machine's name, which need not resolve.
-        self.address = f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+        self.address = f"http://{place}:{server.address().rsplit(':', 1)[1]}"
         self.close = server.shutdown
 
     close: Callable[[], None]
