@@ -197,7 +197,7 @@ def shared_part(state: State, without: Collection[str] = ()) -> dict[str, Any]:
     """The part of a state that a joining worker loads: all fields that are not this worker's own, but for some names."""
     names = [name for name in _of_kind(state, "shared", "averaged", "agreed") if name not in without]
     return {name: saved_field(state, name) for name in names} | {
-        name: _each(value, [], lambda child, _: shared_part(child)) for name, value in _nested(state)
+        name: _each(getattr(state, name), [], lambda child, _: shared_part(child)) for name in _of_kind(state, "nested")
     }
 
 
@@ -212,44 +212,33 @@ def load_shared(state: State, part: Mapping[str, Any], without: Collection[str] 
 
 def own_norm(state: State) -> float:
     """The Euclidean norm of this worker's own fields, which are lost if it fails."""
-    forms = [(kinds(state)[name].form, getattr(state, name)) for name in _of_kind(state, "own", "cut")]
-    norms = [norm_of(_tensors(form.save(state, value) if form else value)) for form, value in forms]
-    return math.hypot(*norms, *[own_norm(child) for child in _children(state)])
+    own_fields = [(one, name, kind.form) for one, name, kind in _all_fields(state) if kind.name in ("own", "cut")]
+    values = (form.save(one, getattr(one, name)) if form else getattr(one, name) for one, name, form in own_fields)
+    return math.hypot(*(norm_of(_tensors(value)) for value in values))
 
 
 def before_regrouping(state: State) -> State:
     """A copy to go back to if regrouping fails. It shares the tensors that regrouping leaves alone: own memory, unless tied."""
-    return copy.deepcopy(state, {id(t): t for t in _untouched(state)})
-
-
-def _untouched(state: State) -> Iterator[Tensor]:
-    for name, kind in kinds(state).items():
-        if kind.name in ("own", "config") and not kind.tied:
-            yield from _tensors_within(getattr(state, name))
-    for child in _children(state):
-        yield from _untouched(child)
-
-
-def _tensors_within(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-        return
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ()
-    for part in parts or (vars(value).values() if is_dataclass(value) else ()):
-        yield from _tensors_within(part)
+    untouched = [
+        tensor
+        for one, name, kind in _all_fields(state)
+        if kind.name in ("own", "config") and not kind.tied
+        for tensor in _tensors(getattr(one, name))
+    ]
+    return copy.deepcopy(state, {id(tensor): tensor for tensor in untouched})
 
 
 def untie(state: State) -> None:
     """Set what held among the workers so far to zero, because others take part from now on."""
-    for name in (name for name, kind in kinds(state).items() if kind.tied):
-        for tensor in _tensors(getattr(state, name)):
-            tensor.zero_()
-    for child in _children(state):
-        untie(child)
+    for one, name, kind in _all_fields(state):
+        if kind.tied:
+            for tensor in _tensors(getattr(one, name)):
+                tensor.zero_()
 
 
 def rewind(state: State, saved: Mapping[str, Any]) -> None:
     """Go back, in place, to what `state_dict` returned before a round that was given up, however far it came."""
+    # First: a state of gossip refuses to load while its round is in flight.
     _forget(state)
     state.load_state_dict(saved)
 
@@ -315,14 +304,15 @@ def _of_kind(state: State, *names: str) -> list[str]:
     return [name for name, kind in kinds(state).items() if kind.name in names]
 
 
-def _nested(state: State) -> Iterator[tuple[str, Any]]:
-    return ((name, getattr(state, name)) for name in _of_kind(state, "nested"))
-
-
-def _children(state: State) -> Iterator[State]:
-    for _, value in _nested(state):
-        several = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
-        yield from (child for child in several if child is not None)
+def _all_fields(state: State) -> Iterator[tuple[State, str, FieldKind]]:
+    """The fields of a state and of the states in it: whose they are, their names and kinds."""
+    for name, kind in kinds(state).items():
+        yield state, name, kind
+        if kind.name == "nested":
+            value = getattr(state, name)
+            several = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else [value]
+            for child in several:
+                yield from () if child is None else _all_fields(child)
 
 
 def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[Any]], Any]) -> Any:
@@ -337,10 +327,9 @@ def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[A
 
 
 def _forget(state: State) -> None:
-    for name in _of_kind(state, "pending"):
-        setattr(state, name, kinds(state)[name].default())
-    for child in _children(state):
-        _forget(child)
+    for one, name, kind in _all_fields(state):
+        if kind.name == "pending":
+            setattr(one, name, kind.default())
 
 
 # ---- saved values ----
@@ -404,6 +393,7 @@ def load_tensors(tensors: Mapping[str, Tensor], saved: Mapping[str, Tensor], wha
             tensor.numel() == saved[name].numel(),
             f"saved {what} of {name!r} has {saved[name].numel()} elements, expected {tensor.numel()}",
         )
+    # Nothing is copied unless all sizes fit.
     for name, tensor in tensors.items():
         tensor.copy_(saved[name].reshape(tensor.shape))
 
@@ -415,17 +405,21 @@ def require_names(here: Iterable[str], there: Iterable[str], what: str) -> None:
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
+    """All tensors in a value, which may be a dict, a list, a tuple or a dataclass of such values."""
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping):
-        for one in value.values():
-            yield from _tensors(one)
+        return
+    value = vars(value) if is_dataclass(value) else value
+    for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
+        yield from _tensors(part)
 
 
 def _by_leaf(values: Sequence[Any], combine: Callable[[Sequence[Tensor]], Tensor]) -> Any:
     """Equally built values with their tensors combined."""
     if isinstance(values[0], Mapping):
         return {key: _by_leaf([value[key] for value in values], combine) for key in values[0]}
+    if isinstance(values[0], (list, tuple)):
+        return type(values[0])(_by_leaf(parts, combine) for parts in zip(*values, strict=True))
     return combine(values) if isinstance(values[0], Tensor) else values[0]
 
 
@@ -452,13 +446,9 @@ def keep_mean(parts: Sequence[Tensor], rank: int, size: int) -> Tensor:
         ([2.0, 4.0], [1.0, 2.0, 3.0, 6.0])
     """
     before = len(parts)
-    taken = parts[rank::size] if size <= before else [parts[rank % before]]
-    sharers = len(range(rank % before, size, before))
-    factor = size / (before * sharers) if size > before else size / before
-    total = taken[0].clone()
-    for part in taken[1:]:
-        total += part
-    return total if factor == 1.0 else total * factor
+    taken = parts[rank % before :: size]  # one part if there are more workers than before
+    num_sharers = len(range(rank % before, size, before))
+    return sum(taken[1:], start=taken[0]) * (size / (before * num_sharers))
 
 
 def mean_of(states: Sequence[Any]) -> Any:
@@ -470,16 +460,15 @@ def mean_of(states: Sequence[Any]) -> Any:
         >>> mean_of([{"momentum": torch.tensor([1.0]), "steps": 3}, {"momentum": torch.tensor([2.0]), "steps": 3}])
         {'momentum': tensor([1.5000]), 'steps': 3}
     """
-    first = states[0]
-    if isinstance(first, Tensor):
-        if not first.is_floating_point() or all(torch.equal(first, state) for state in states[1:]):
-            return first.clone()
-        return torch.stack([state.double() for state in states]).mean(0).to(first.dtype)
-    if isinstance(first, Mapping):
-        return {key: mean_of([state[key] for state in states]) for key in first}
-    if isinstance(first, (list, tuple)):
-        return type(first)(mean_of(list(items)) for items in zip(*states, strict=True))
-    return first
+    return _by_leaf(states, _mean)
+
+
+def _mean(tensors: Sequence[Tensor]) -> Tensor:
+    first = tensors[0]
+    if not first.is_floating_point() or all(torch.equal(first, other) for other in tensors[1:]):
+        return first.clone()
+    # In float64, so that the mean is rounded once, to the tensors' own dtype.
+    return torch.stack([tensor.double() for tensor in tensors]).mean(0).to(first.dtype)
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:

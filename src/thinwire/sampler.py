@@ -26,12 +26,13 @@ The state of the sampler is shared: a worker that joins gets it from a live one,
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 
-from .algorithm import require
+from .algorithm import require, required
 from .comm import ElasticCommunicator
 from .kernels import mix_key
 from .options import require_integer
@@ -165,12 +166,10 @@ class ElasticSampler:
             return [self._block(next(place for lease in self._leases.values() for place in lease))]
         numbers: Sequence[int] = range(comm.size)
         if self._elastic is not None:
-            require(
-                self._elastic.in_round and self._elastic.members is not None,
+            numbers = required(
+                self._elastic.members if self._elastic.in_round else None,
                 "ElasticSampler: call begin_round() of the strategy before take(), so that the workers of the step are known",
-            )
-            assert self._elastic.members is not None
-            numbers = self._elastic.members.numbers
+            ).numbers
         for _ in range(comm.num_skipped):
             self._lease(numbers)  # steps that the others took before this worker joined
         comm.num_skipped = 0
@@ -178,11 +177,14 @@ class ElasticSampler:
         own = places[comm.rank :: comm.size]
         self._num_own += len(own)
         self.weight = float(bool(own)) if self._keeps else len(own) * comm.size / self.per_step
+        # A worker without a block of its own takes part in the step all the same, with weight 0.
         return [self._block(place) for place in own or places[:1]]
 
     def _lease(self, numbers: Sequence[int]) -> list[int]:
-        """Assign the places of a step to workers."""
-        places = self._next_places(self.per_step)
+        """Assign the places of a step to workers: those that were given back, then new ones."""
+        again, self._returned = self._returned[: self.per_step], self._returned[self.per_step :]
+        first, self._next = self._next, self._next + self.per_step - len(again)
+        places = [*again, *range(first, self._next)]
         for i, place in enumerate(places):
             self._leases.setdefault(numbers[i % len(numbers)], []).append(place)
         return places
@@ -257,6 +259,7 @@ class ElasticSampler:
             members: ranks of the workers that go on.
             wanted: blocks for each that has not said how many it wants.
         """
+        # All workers sort, because they must assign the same blocks and may know the leases in another order.
         self._returned = sorted(place for places in (self._returned, *self._leases.values()) for place in places)
         self._leases, self._num_own, self._num_claimed = {}, 0, 0
         self._last = (min([self._next, *self._returned]) // self.num_blocks + 1) * self.num_blocks
@@ -267,19 +270,18 @@ class ElasticSampler:
 
     def _fill(self, wanted: Mapping[int, int], again: Collection[int]) -> None:
         """Assign places in turn until each worker has as many as it wants. Those in `again` may get what was given back."""
-        waiting = [rank for rank, number in wanted.items() if len(self._leases.setdefault(rank, [])) < number]
+        waiting = deque(rank for rank, number in wanted.items() if len(self._leases.setdefault(rank, [])) < number)
         while waiting:
-            for rank in list(waiting):
-                if rank in again and self._returned:
-                    place = self._returned.pop(0)
-                elif self._next < self._last:
-                    place, self._next = self._next, self._next + 1
-                else:
-                    waiting.remove(rank)
-                    continue
-                self._leases[rank].append(place)
-                if len(self._leases[rank]) == wanted[rank]:
-                    waiting.remove(rank)
+            rank = waiting.popleft()
+            if rank in again and self._returned:
+                place = self._returned.pop(0)
+            elif self._next < self._last:
+                place, self._next = self._next, self._next + 1
+            else:
+                continue
+            self._leases[rank].append(place)
+            if len(self._leases[rank]) < wanted[rank]:
+                waiting.append(rank)
 
     # ---- saved, and handed to a worker that joins ----
 
@@ -333,12 +335,6 @@ class ElasticSampler:
         """On a fixed number of workers without a quorum, every step is committed."""
         if self._elastic is None and self._rounds is None:
             self.round_ended({number: len(lease) for number, lease in self._leases.items()})
-
-    def _next_places(self, number: int) -> list[int]:
-        """The next places: those that were given back, then new ones."""
-        again, self._returned = self._returned[:number], self._returned[number:]
-        first, self._next = self._next, self._next + number - len(again)
-        return [*again, *range(first, self._next)]
 
     def _block(self, place: int) -> Block:
         epoch, position = divmod(place, self.num_blocks)

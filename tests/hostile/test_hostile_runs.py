@@ -15,7 +15,7 @@ from helpers.keys import keys_of
 from helpers.listeners import Attacker, answers, listening, resident_bytes
 from helpers.program import Program, wait_until
 
-from thinwire.comm.elastic.lighthouse import torchft
+from thinwire.comm.elastic.lighthouse import client_of
 from thinwire.comm.tls import keys
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/net/tcp").exists(), reason="reads Linux's list of sockets")
@@ -129,7 +129,7 @@ def test_without_credentials_what_can_be_refused_is(runs):
     ended = threading.Event()
 
     def lie(number):
-        client = torchft().client(f"http://127.0.0.1:{run.port}", 10)
+        client = client_of(f"http://127.0.0.1:{run.port}", None, 10)
         while not ended.is_set():
             with contextlib.suppress(Exception):
                 client.quorum(

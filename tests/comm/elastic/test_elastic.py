@@ -22,11 +22,11 @@ from torch._subclasses import FakeTensorMode
 
 from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
-from thinwire.comm.elastic import communicator, lighthouse
+from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
-from thinwire.comm.elastic.lighthouse import Asker, Missing, meet, torchft
+from thinwire.comm.elastic.groups import GlooGroups
+from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, meet
 from thinwire.comm.members import Version
-from thinwire.comm.process_group import wait_for_all
 from thinwire.strategy.transaction import Transaction
 
 
@@ -79,7 +79,7 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
         participants = [SimpleNamespace(replica_id=w, store_address="10.0.0.1:1", data=claim.data()) for w in workers]
         return SimpleNamespace(quorum_id=number, participants=participants)
 
-    asker = Asker(lambda seconds: SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a", 1.0)
+    asker = Asker(SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a")
     found = []
     for _ in range(6):
         asker.ask(Claim("a", "10.0.0.1:1", 0, Version(), "", "", "", -1, ""), 1.0)
@@ -118,6 +118,14 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
     place.close()
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this machine has no IPv6")
+def test_a_lighthouse_at_an_ipv6_host_is_reached_at_its_address():
+    """The host in its address had no brackets, so no client found the port."""
+    place = lighthouse.Lighthouse(1, "::1")
+    client_of(place.address, None, 20.0).heartbeat("a", timeout=timedelta(seconds=20))
+    place.close()
+
+
 def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_that_ended(monkeypatch):
     """The first worker got the answer, and is in the round; the second one asks the next Lighthouse."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
@@ -128,15 +136,15 @@ def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_
         comm.open_round(comm.form_round())
         assert comm.close_round(True)
         if world.rank == 1:
-            ask, asked = comm._asker._asked, []
+            client, asked = comm._asker._client, []
 
-            def missed(*arguments):
-                asked.append(ask(*arguments))
+            def missed(**question):
+                asked.append(client.quorum(**question))
                 if len(asked) == 1:
                     raise ConnectionError("the Lighthouse has ended")
                 return asked[-1]
 
-            comm._asker._asked = missed
+            comm._asker._client = SimpleNamespace(quorum=missed, heartbeat=client.heartbeat)
         comm.open_round(comm.form_round())
         began = time.monotonic()
         try:
@@ -199,18 +207,35 @@ def test_survivors_do_not_wait_for_the_data_of_a_worker_that_is_started_again(mo
 
 def test_heartbeats_follow_progress(monkeypatch):
     """They end when there was none for long, and one that is late comes at once, before the next is due."""
-    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.05)
-    beats = []
-    client = SimpleNamespace(heartbeat=lambda *_, **__: beats.append(time.monotonic()))
-    asker = Asker(lambda seconds: client, "a", 1.0)
+
+    class Pause(threading.Event):
+        """Notes how long the thread wants to wait for the next heartbeat."""
+
+        def wait(self, timeout):
+            pauses.append(timeout)
+            return super().wait(timeout)
+
+    def wait_for_pauses(number, seconds):
+        before = len(pauses)
+        wait_until(lambda: pauses[before:].count(seconds) >= number, "the thread that sends heartbeats")
+
+    now, beats, pauses = [100.0], [], []
+    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.01)
+    monkeypatch.setattr(lighthouse, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    asker = Asker(SimpleNamespace(heartbeat=lambda *_, **__: beats.append(now[0])), "a")
+    asker._wakened = Pause()
     asker.expect(0.3)
-    time.sleep(3.0)
-    assert beats and beats[-1] - beats[0] < 2.0
-    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 30.0)
-    time.sleep(0.2)
-    before = time.monotonic()
+    wait_until(lambda: len(beats) > 2, "heartbeats")
+    now[0] += 0.3
+    wait_for_pauses(2, 0.01)  # the thread may have been about to send one
+    before = len(beats)
+    wait_for_pauses(5, 0.01)
+    assert len(beats) == before
+    monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 1000.0)
+    wait_until(lambda: pauses[-1] == 1000.0, "a long pause")
+    now[0] += 1.0
     asker.expect(60.0)
-    wait_until(lambda: beats[-1] > before, "a heartbeat", 10)
+    wait_until(lambda: beats[-1] == now[0], "a heartbeat", 10)
     asker.close()
 
 
@@ -244,14 +269,14 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def worker(comm):
-        group = torchft().reconfigurable_group(timedelta(seconds=60))
+        group = GlooGroups(timedelta(seconds=60), on_gpus=False)
         group.connect(f"127.0.0.1:{store.port}/place", comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
         if comm.rank == 0:
-            wait_for_all([("from rank 1", group.parent.recv([received], 1, 0))], [], timedelta(seconds=60))
+            group.exchange({}, {1: received})()
         else:
             time.sleep(4)
-            wait_for_all([("to rank 0", group.parent.send([torch.ones(1)], 0, 0))], [], timedelta(seconds=60))
+            group.exchange({0: torch.ones(1)}, {})()
         return float(received)
 
     assert LocalWorld(2).run(worker) == [1.0, 0.0]
@@ -293,22 +318,23 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     """The second worker asks for one quorum and dies: the first cannot connect, asks again, and must not wait so long again."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     place = lighthouse.Lighthouse(2, "127.0.0.1")
-    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=4.0)
-    ask, asked = comm._forming.claims, []
+    comm = ElasticCommunicator(place.address, min_workers=2, quorum_seconds=100.0)
+    ask, asked, now = comm._forming.claims, [], [0.0]
+    monkeypatch.setattr(communicator, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def claims(seconds, *own):
         asked.append(seconds)
         return ask(seconds, *own) if len(asked) > 1 else ()
 
     def connect(members):
-        time.sleep(1.5)
+        now[0] += 99.5
         raise CommunicationError("a worker died meanwhile")
 
     monkeypatch.setattr(comm._forming, "claims", claims)
     monkeypatch.setattr(comm._forming, "connect", connect)
-    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 4 seconds; see whether"):
+    with pytest.raises(CommunicationError, match="no quorum of 2 workers within 100 seconds; see whether"):
         comm.form_round()
-    assert len(asked) > 1 and asked[1] <= 2.5 < asked[0]
+    assert asked == [100.0, 0.5]
     comm.close()
     place.close()
 
@@ -346,7 +372,7 @@ def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_ro
     """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(communicator, "require", lambda *args: None)  # there is no GPU
-    monkeypatch.setattr(torchft, "nccl_group", lambda self, timeout: OnGpus())
+    monkeypatch.setattr(groups, "nccl_group", lambda timeout: OnGpus())
     place = lighthouse.Lighthouse(2, "127.0.0.1")
     with FakeTensorMode():
         on_gpu = torch.empty(6, dtype=torch.uint8, device="cuda")

@@ -82,16 +82,19 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
     host, _, port = store.rpartition(":")
     if not isinstance(data, dict) or set(data) != FIELDS:
         return None
+    # `relay_of` has checked the host of a worker at a relay, so only the port is left.
     if len(host) > MAX_TEXT or not is_contact("0.0.0.0" if relay_of(host) else host, port):
         return None
     version, unreachable = data["version"], data["unreachable"]
     counts = [(data["number"], 0, MAX_NUMBER), (data["rank"], -1, MAX_NUMBER), (data["failures"], 0, MAX_ROUNDS)]
     lists = (version, unreachable, data["state_ports"])
+    # Before `unreachable` and the ports are read one by one, their number is bounded.
     if not all(isinstance(one, (list, tuple)) and len(one) <= MAX_TEXT for one in lists) or len(version) != 2:
         return None
     counts += [(port, 0, (1 << 16) - 1) for port in data["state_ports"]]
     counts += [(count, 0, MAX_ROUNDS) for count in version] + [(number, 0, MAX_NUMBER) for number in unreachable]
     texts = [data[name] for name in ("history", "settings", "connection", "nonce", "digest")]
+    # `type` and not `isinstance`, which takes True for 1.
     if not all(type(count) is int and low <= count <= high for count, low, high in counts):
         return None
     if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts) or type(data["can_heal"]) is not bool:
@@ -125,6 +128,7 @@ class Choice(NamedTuple):
 def choose(claims: Iterable[Claim]) -> Choice:
     """Decide who takes part in the round; see the module's text."""
     holders: dict[int, Claim] = {}
+    # The first claim of a number holds it: that of a worker in the last round, then the one with most rounds.
     for claim in sorted(claims, key=lambda c: (c.rank < 0, -c.version.committed, c.id)):
         holders.setdefault(claim.number, claim)
     taken = {claim.id: holders[claim.number] for claim in claims if holders[claim.number] is not claim}
@@ -148,6 +152,7 @@ def _connectable(claims: list[Claim]) -> tuple[list[Claim], dict[str, Claim]]:
     left, unreached = list(claims), dict[str, Claim]()
     while True:
         broken = {claim.id: [o for o in left if _lack_connection(claim, o)] for claim in left}
+        # All workers must leave out the same one, so ties go by rounds and by number.
         worst = max(left, key=lambda c: (len(broken[c.id]), -c.version.committed, c.number), default=None)
         if worst is None or not broken[worst.id]:
             return left, unreached
@@ -180,8 +185,10 @@ def members_of(claims: Sequence[Claim]) -> Members:
     is_first = latest.version == Version()
     newest = [c for c in claims if not is_first and (c.version, c.history) == (latest.version, latest.history)]
     known = _majority(newest)
+    # If none of them can save its state, one is named all the same, and healing fails with a reason.
     sources = [c for c in known if c.can_heal] or known[:1] if not is_first else [claims[0]]
     healed = tuple(r for r, c in enumerate(claims) if c not in known and c not in sources)
+    # A healed worker has lost its memory, so averagers treat it as a new one.
     before = tuple(c.rank if c in known and c.rank >= 0 else None for c in claims)
     numbers, ranks = tuple(claim.number for claim in claims), tuple(map(claims.index, sources))
     return Members(numbers, before, latest.version, ranks[0] if healed else None, healed, ranks)
@@ -190,8 +197,8 @@ def members_of(claims: Sequence[Claim]) -> Members:
 def differing(claims: Sequence[Claim], members: Members) -> list[int]:
     """The numbers of the healed workers whose state differs from that of others with as many rounds."""
     right = claims[members.sources[0]]
-    alike = ((r, claims[r]) for r in members.healed)
-    return [c.number for _, c in alike if c.digest and (c.version, c.history) == (right.version, right.history)]
+    healed = (claims[rank] for rank in members.healed)
+    return [c.number for c in healed if c.digest and (c.version, c.history) == (right.version, right.history)]
 
 
 def _majority(newest: list[Claim]) -> list[Claim]:

@@ -1,4 +1,4 @@
-"""Workers that come and go: rounds on torchft (extra `elastic`), or with credentials on connections of our own.
+"""Workers that come and go: rounds over Gloo (extra `elastic`), or with credentials over connections of our own.
 
 Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
 over Gloo, anew whenever the workers change. A round is a transaction:
@@ -58,7 +58,7 @@ from ...streams import refuse_capture
 from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError
-from ..members import Diverged, LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..process_group import ProcessGroupCommunicator
 from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
@@ -74,8 +74,6 @@ Result = TypeVar("Result")
 log = logging.getLogger("thinwire")
 REPLICA_SECONDS = 300.0
 """How long a process waits for another one of its worker, beyond what a quorum may take."""
-NOTE_LENGTH = 7
-"""Numbers that a worker may add to its vote."""
 
 
 class ElasticCommunicator(Communicator):
@@ -105,8 +103,8 @@ class ElasticCommunicator(Communicator):
     Attributes:
         members: the workers of the last round that was opened; None before the first.
         counts: what became of the rounds so far.
-        note: numbers that travel with this worker's vote, at most `NOTE_LENGTH`.
-        notes: the notes of all workers in the last vote, (W, NOTE_LENGTH) float64.
+        note: a number that travels with this worker's vote.
+        notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
         ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
@@ -154,18 +152,20 @@ class ElasticCommunicator(Communicator):
             backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
             f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
         )
+        # It connects one worker until its first round, so that strategies attach without the others.
         super().__init__(0, 1)
         self.in_round = self._is_opening = False
         self.replica, others = replica, None
         if replica is not None:
+            # The other processes wait in `gather` while process 0 waits for a quorum.
             others = ProcessGroupCommunicator(replica, REPLICA_SECONDS + quorum_seconds)
         self._processes = Processes(number, others)
         self.number, self.members, self.counts = number, None, RoundCounts()
-        self.note: list[float] = []
-        self.notes = torch.zeros(0, NOTE_LENGTH, dtype=torch.float64, device="cpu")
+        self.note, self.notes = 0.0, torch.zeros(0, dtype=torch.float64, device="cpu")
         self._norms: dict[int, float] = {}
         self._claims: dict[int, int] = {}
-        self._watchers: list[tuple[Callable[[], int], Callable[[Mapping[int, int] | None], None]]] = []
+        self._claim: Callable[[], int] = lambda: 0
+        self._ended: Callable[[Mapping[int, int] | None], object] | None = None
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
@@ -183,9 +183,11 @@ class ElasticCommunicator(Communicator):
             *(credentials, listens, relay),
         )
         self._asker = self._forming.asker
+        # All workers must compare in the same rounds.
         self._forming.settings["check_every"] = repr(check_every)
         self._healing = Healing(
-            *(number, self._forming.host, credentials, self._is_healing, self._record_healing),
+            *(number, self._forming.host, credentials),
+            *(partial(self._asker.expect, timeout_seconds), self._record_healing),
             *(self._processes.rank, replica),
         )
         self._claims_of_round: tuple[Claim, ...] = ()
@@ -201,8 +203,8 @@ class ElasticCommunicator(Communicator):
             claim: returns a number that travels with this worker's vote.
             ended: receives the numbers of all workers of a committed round, by worker; None if a round was given up.
         """
-        self._watchers.append((claim, ended))
-        require(len(self._watchers) == 1, f"worker {self.number}: one sampler serves a run; make no second one")
+        require(self._ended is None, f"worker {self.number}: one sampler serves a run; make no second one")
+        self._claim, self._ended = claim, ended
 
     def share(
         self,
@@ -219,6 +221,7 @@ class ElasticCommunicator(Communicator):
     def check_agreement(self, what: dict[str, Any]) -> None:
         """As in `Communicator`. What is checked before the first round is compared whenever a round forms."""
         if self.members is None:
+            # A key may be checked several times; each check keeps an entry of its own.
             settings = self._forming.settings
             for key, value in what.items():
                 settings[str(key) if str(key) not in settings else f"{key} ({len(settings)})"] = repr(value)
@@ -228,46 +231,49 @@ class ElasticCommunicator(Communicator):
         self._drain()
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
+        # Hashing a large state takes time, so most rounds do without.
         is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
         digest = self._healing.digest() if is_due else ""
+        with self._left_out_closes():
+            self._claims_of_round = claims = self._connected_claims(deadline, digest)
+            # The ledger compares with dense collectives of as many workers.
+            self.ledger.size = self.size
+            members = members_of(claims)
+            self._require_known(members)
+        for number in differing(claims, members):
+            log.warning(
+                "after %d rounds worker %d differs from the others in what all have in common; it is healed",
+                *(members.version.committed, number),
+            )
+        # The same workers on the same connections need no vote to begin.
+        self._is_opening = not (self._known_place == self._forming.place and not members.healed)
+        return members if self._is_opening else None
+
+    def _connected_claims(self, deadline: float, digest: str) -> tuple[Claim, ...]:
+        """Those of the workers of the next round, after connecting with them."""
         while True:
             self._error = None
+            claims = self._forming.claims(
+                max(deadline - time.monotonic(), 0.1),
+                self._history,
+                -1 if self.members is None else self.members.numbers.index(self.number),
+                self._healing.can_heal,
+                digest,
+                self._healing.port,
+            )
             try:
-                self._claims_of_round = claims = self._forming.claims(
-                    max(deadline - time.monotonic(), 0.1),
-                    self._history,
-                    -1 if self.members is None else self.members.numbers.index(self.number),
-                    self._healing.can_heal,
-                    digest,
-                    self._healing.port,
-                )
-            except (ValueError, LeftOut):
-                self._asker.close()
-                raise
-            try:
-                with self._left_out_closes():
-                    self.rank, self.size = self._forming.connect(claims), len(claims)
+                self.rank, self.size = self._forming.connect(claims), len(claims)
+                return claims
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:
                     raise
                 self._error = error
                 self._give_up()
-                continue
-            self.ledger.size = self.size
-            with self._left_out_closes():
-                members = members_of(claims)
-                self._require_known(members)
-            for number in differing(claims, members):
-                log.warning(
-                    "after %d rounds worker %d differs from the others in what all have in common; it is healed",
-                    *(members.version.committed, number),
-                )
-            self._is_opening = not (self._known_place == self._forming.place and not members.healed)
-            return members if self._is_opening else None
 
     def _require_known(self, members: Members) -> None:
         """Begin no run anew where a worker has given up its rounds for a state that nobody has any more."""
         lost = self._history.num_forgotten
+        # Version 0 means that nobody is left with the state that this worker was loading.
         if lost and not members.version.committed:
             raise LostRounds(
                 f"worker {self.number} had committed {lost} rounds, and was taking over a newer state when the last worker "
@@ -293,6 +299,7 @@ class ElasticCommunicator(Communicator):
                 done = self._healing.finish()
             except CommunicationError as error:
                 failed = error
+            # Its other processes wait for the result here, so a failure is told before it is raised.
             steps = self._processes.gather(None if done is None else done[1])
         if done is None or None in steps:
             self._history.forget()
@@ -310,13 +317,10 @@ class ElasticCommunicator(Communicator):
         """Context in which this worker may learn that the others go on without it."""
         try:
             yield
-        except (LeftOut, LostRounds, Diverged):
+        except (LeftOut, ValueError):  # `LostRounds` and `Diverged` are ValueErrors
             self._give_up()
             self._asker.close()
             raise
-
-    def _is_healing(self) -> None:
-        self._asker.expect(self._timeout.total_seconds())
 
     def _record_healing(self, bytes_sent: int, bytes_received: int) -> None:
         with self._lock:
@@ -330,13 +334,15 @@ class ElasticCommunicator(Communicator):
             self.all_gather(torch.ones(1, device="cpu")).wait()  # all have regrouped
             if not self._all_open(True):
                 raise CommunicationError(f"worker {self.number}: another of its processes has not regrouped")
+            # A worker that missed this vote keeps the lower count, and is healed in the next round.
             self._history.regroupings = members.version.regroupings + 1
             last = () if self.members is None else self.members.numbers
-            fell_behind = {members.numbers[rank] for rank in members.healed}
-            for number in last:
-                if number not in members.numbers or (number in fell_behind and number != self.number):
-                    loss = Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
-                    self.counts.losses.append(loss)
+            healed = {members.numbers[rank] for rank in members.healed} - {self.number}
+            self.counts.losses += [
+                Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
+                for number in last
+                if number not in members.numbers or number in healed
+            ]
             self.members, self._known_place = members, self._forming.place
             self._patience.forget()
         self._patience.resume()
@@ -349,11 +355,13 @@ class ElasticCommunicator(Communicator):
         """Whether all processes of this worker have regrouped: then all of them open the round."""
         self._is_opening = False
         with self._left_out_closes():
-            return self._processes.all(flag)
+            return all(self._processes.gather(flag))
 
     def close_round(self, success: bool, norm: float = 0.0) -> bool:
         if self._is_opening:
+            # The worker's other processes wait for this answer, and must not open the round either.
             self._all_open(False)
+        # This worker's processes compare their votes only if they have opened the round.
         was_open, self.in_round = self.in_round, False
         try:
             committed = success and self._has_arrived() and self._vote(norm)
@@ -361,23 +369,21 @@ class ElasticCommunicator(Communicator):
             self._error, committed = error, False
         if was_open:
             with self._left_out_closes():
-                committed = self._processes.all(committed)
+                committed = all(self._processes.gather(committed))
         self._healing.snapshots.drop()
         self._healing.end()
         if committed:
             self._history.commit(self._forming.place)
             self.counts.committed = self._history.committed
             self._patience.committed()
-            self._asker.expect(self._patience.seconds)
-            for _, ended in self._watchers:
-                ended(self._claims)
-            return True
-        self._give_up()
-        for _, ended in self._watchers:
-            ended(None)
-        self.counts.aborted += 1
-        self._in_flight = self.ledger.bytes_sent - self._sent_before
-        return False
+            self.progressed()
+        else:
+            self._give_up()
+            self.counts.aborted += 1
+            self._in_flight = self.ledger.bytes_sent - self._sent_before
+        if self._ended is not None:
+            self._ended(self._claims if committed else None)
+        return committed
 
     def _give_up(self) -> None:
         """Let the others, who may still wait for this worker, fail at once; the next quorum connects all of them anew."""
@@ -394,14 +400,11 @@ class ElasticCommunicator(Communicator):
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
-        vote = torch.zeros(2 + NOTE_LENGTH + 1, dtype=torch.float64, device="cpu")
-        vote[0], vote[1], vote[-1] = 1.0, norm, sum(claim() for claim, _ in self._watchers)
-        vote[2 : 2 + len(self.note)] = torch.tensor(self.note, dtype=torch.float64, device="cpu")
-        votes = torch.stack(self.all_gather(vote).wait())
-        self.notes = votes[:, 2:-1]
-        self._claims = dict(zip(self.members.numbers, votes[:, -1].long().tolist(), strict=True))
-        self._norms = dict(zip(self.members.numbers, votes[:, 1].tolist(), strict=True))
-        return bool((votes[:, 0] == 1.0).all())
+        vote = torch.tensor([1.0, norm, self._claim(), self.note], dtype=torch.float64, device="cpu")
+        successes, norms, claims, self.notes = torch.stack(self.all_gather(vote).wait()).unbind(1)
+        self._norms = dict(zip(self.members.numbers, norms.tolist(), strict=True))
+        self._claims = dict(zip(self.members.numbers, map(int, claims.tolist()), strict=True))
+        return bool((successes == 1.0).all())
 
     def state_dict(self) -> dict[str, Any]:
         """Which rounds the present state is made of, for a checkpoint: their number, and digests of the last ones."""
@@ -458,6 +461,7 @@ class ElasticCommunicator(Communicator):
             if self._closed:
                 return
             self._closed = True
+        # It does not wait: an operation may hang until its time limit, and the connections close below.
         self._issuer.shutdown(wait=False, cancel_futures=True)
         self._asker.close()
         self._groups.close()
@@ -470,6 +474,7 @@ class ElasticCommunicator(Communicator):
     def _drain(self) -> None:
         """Wait until no operation of an earlier round is being started."""
         with contextlib.suppress(Exception):
+            # The thread takes calls in order, so this one runs after all earlier ones.
             self._issuer.submit(lambda: None).result(self._timeout.total_seconds())
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
@@ -498,6 +503,7 @@ class ElasticCommunicator(Communicator):
             wait()
             self._asker.expect(self._groups.limit.total_seconds())
         except Exception as error:
+            # Only the first failure closes the connections; later ones follow from it.
             if self._error is None:
                 self._error = error
                 self._groups.hang_up()

@@ -35,7 +35,6 @@ from .lighthouse import (
     RESTART_SECONDS,
     Asker,
     Missing,
-    Silent,
     client_of,
     meet,
     reach,
@@ -105,13 +104,14 @@ class Forming:
         if self._relay is not None:
             self.settings["relay"] = str(relay)
             self.host = _host_at(self._relay, self.host, listens, number)
-        self.asker: Asker | Silent = Silent()
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
+            self.asker = Asker(None, self._id)
             return
+        # Others read this worker's settings in its store. A round meets in the store of its first worker.
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
-            self.asker = Asker(partial(client_of, lighthouse, credentials), self._id, min(quorum_seconds, 30.0))
+            self.asker = Asker(client_of(lighthouse, credentials, min(quorum_seconds, 30.0)), self._id)
         except ValueError:
             raise
         except Exception as error:
@@ -138,14 +138,17 @@ class Forming:
         own = [*history.version, history.digests[-1], can_heal, digest, state_port, fingerprint(self.settings).hex()]
         of_all = self._processes.gather([*own, self.place])
         *versions, heals, digests, ports, configurations, places = zip(*of_all, strict=True)
+        # Shards of different rounds, as from different checkpoints, make no state.
         if any(len(set(values)) > 1 for values in versions):
             history.forget()
         if len(set(places)) > 1:  # one of the processes has lost its connections
             self.give_up()
         if len(digests) > 1:
+            # Each process has hashed its own shards; the worker's digest is of all of them.
             digest = hashlib.sha256(" ".join(digests).encode()).hexdigest() if all(digests) else ""
         if self._processes.rank == 0:
             names = (f"{OTHERS} {process}" for process in range(1, len(configurations)))
+            # Process 0 alone tells others its settings, so those of its other processes go along as hashes.
             self.settings |= dict(zip(names, configurations[1:], strict=True))
         claim = partial(self._claim, history, rank, all(heals), digest, ports)
         self._is_partial, claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
@@ -160,9 +163,11 @@ class Forming:
             taken = choice.taken.get(self._id)
             if taken is None:
                 break
+            # A new nonce shows that the other worker has asked again since, so it lives.
             if same_number is not None and same_number.nonce != taken.nonce:
                 raise self._refused(f"its number is that of another worker, which lives; its store is {taken.store}")
             same_number = taken  # it may have died after it asked; then it does not ask again
+            # No heartbeats meanwhile, else the others would wait for this worker.
             self.asker.expect(0)
             time.sleep(HEARTBEAT_SECONDS / 2)
         if other := choice.differing.get(self._id):
@@ -183,6 +188,7 @@ class Forming:
         """
         size = len(claims)
         if self._is_partial or size < self._min_workers:
+            # Meanwhile the Lighthouse hears of more workers.
             time.sleep(RESTART_SECONDS)
             what = "has restarted, and knows" if self._is_partial else f"waits for {self._min_workers} workers, and has"
             raise CommunicationError(f"worker {self._number}: the Lighthouse {what} {size} so far")
@@ -204,6 +210,7 @@ class Forming:
 
     def _claim(self, history: History, rank: int, can_heal: bool, digest: str, state_ports: tuple[int, ...]) -> Claim:
         assert self._store is not None, "process 0 asks"
+        # Written once: the settings are complete when the first round is asked for.
         if not self._store.check(["own/settings"]):
             self._store.set("own/settings", json.dumps(self.settings))
         now = time.monotonic()
@@ -226,7 +233,6 @@ class Forming:
 
     def _asked(self, claim: Callable[[], Claim], deadline: float) -> list[Claim]:
         """The Lighthouse's answer. It may restart meanwhile."""
-        assert not isinstance(self.asker, Silent), "process 0 asks"
         while True:
             try:
                 return at_relay(self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1)), self._relay)
@@ -270,6 +276,7 @@ class Forming:
         meeting = f"{place}.{self._processes.rank}"  # process r connects with process r of the others
         failed: tuple[str, list[int]] | None = None
         try:
+            # It fails before it meets the others, if it cannot open the sockets that the round needs.
             try_sockets(2 * len(claims) + 8)
             meet(claims[0].store, meeting, rank, len(claims), limit, self._credentials)
             if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
@@ -290,6 +297,7 @@ class Forming:
 
     def _count_failure(self, missing: set[int]) -> None:
         self._failures += 1
+        # Only failures in a row count: a worker that was reached in between begins again at 0.
         self._missed = {number: 1 + self._missed.get(number, 0) for number in missing}
         until = time.monotonic() + LEFT_OUT_SECONDS
         self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}

@@ -1,4 +1,4 @@
-"""Operations of an elastic round on its connections: over torchft's Gloo and NCCL, or with credentials over our own."""
+"""Operations of an elastic round on its connections: over Gloo and NCCL, or with credentials over our own."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from ..process_group import HANG_UP_TAG, wait_for_all
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
-from .lighthouse import Missing, store_at, torchft
+from .lighthouse import Missing, nccl_group, store_at
 
 Wait = Callable[[], Any]
 
@@ -27,13 +27,18 @@ Wait = Callable[[], Any]
 class Groups(ABC):
     """The connections of a round. Each operation is started at the call, and returns a function that waits for its end.
 
+    Args:
+        timeout: how long an operation may take; over connections of our own, how long a line may be cut.
+
     Attributes:
         limit: how long to wait for a message between processors; it may be changed.
         nccl: what sends tensors between GPUs; None if they go through main memory.
     """
 
-    limit: timedelta
     nccl: Any = None
+
+    def __init__(self, timeout: timedelta):
+        self.limit = self._timeout = timeout
 
     @abstractmethod
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
@@ -46,18 +51,6 @@ class Groups(ABC):
         """
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor) -> Wait:
-        """Add up a tensor over all workers, in place."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        """Give all workers the tensor of rank `root`, in place."""
-
-    @abstractmethod
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
-
-    @abstractmethod
     def hang_up(self) -> None:
         """Close the connections at once: workers that wait for this one fail."""
 
@@ -66,83 +59,103 @@ class Groups(ABC):
         """Close the connections after what was sent has arrived."""
 
     @abstractmethod
-    def errored(self) -> Exception | None:
-        """Wait for the operations between GPUs; returns why one failed. Other operations have said so before."""
-
-
-class GlooGroups(Groups):
-    """Over Gloo, and NCCL for tensors on GPUs if asked for.
-
-    Args:
-        timeout: how long an operation may take. Each wait names it, as Gloo's own limit is that of connecting.
-        on_gpus: whether tensors on GPUs go over NCCL.
-
-    Raises:
-        ValueError: torchft is not installed.
-    """
-
-    def __init__(self, timeout: timedelta, on_gpus: bool):
-        ft = torchft()
-        self.limit, self.nccl = timeout, ft.nccl_group(timeout) if on_gpus else None
-        self._group = ft.reconfigurable_group(timeout, self.nccl)
-        self._gloo: Any = None  # before the first round, and while one is connected
-        self._rank, self._size = 0, 1
-
-    def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
-        self._gloo = None
-        self._group.connect(place, rank, size, limit)
-        self._gloo, self._rank, self._size = self._group.parent, rank, size
+    def _connected(self) -> GlooGroups | TcpCommunicator:
+        """What sends tensors in main memory, within `limit`."""
 
     def all_reduce(self, tensor: Tensor) -> Wait:
+        """Add up a tensor over all workers, in place."""
         if self._goes_over_nccl(tensor):
             return partial(_order_stream, self.nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
-        work = self._gloo.allreduce([sent], dist.AllreduceOptions())
-        return partial(wait_for_all, [("", work)], [(tensor, sent)], self.limit)
+        return partial(_copied, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
+        """Give all workers the tensor of rank `root`, in place."""
         if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self.nccl.broadcast([tensor], options))
+            return partial(_order_stream, self.nccl.broadcast([tensor], _from_rank(root)))
         sent = _in_main_memory(tensor)
-        work = self._gloo.broadcast([sent], options)
-        return partial(wait_for_all, [(f"from rank {root}", work)], [(tensor, sent)], self.limit)
+        return partial(_copied, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
+        """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
         if any(map(self._goes_over_nccl, (*sends.values(), *receives.values()))):
             return partial(_order_stream, self.nccl.exchange(sends, receives))
-        landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
-        works = [(f"from rank {peer}", self._gloo.recv([tensor], peer, 0)) for peer, tensor in landing.items()]
-        works += [(f"to rank {peer}", self._gloo.send([_in_main_memory(t)], peer, 0)) for peer, t in sends.items()]
-        copies = [(receives[peer], tensor) for peer, tensor in landing.items()]
-        return partial(wait_for_all, works, copies, self.limit)
-
-    def hang_up(self) -> None:
-        """Over Gloo, a receive that runs into its time limit closes all connections; see `process_group.py`."""
-        if self.nccl is not None:
-            self.nccl.abort()
-        for peer in range(self._size if self._gloo is not None else 0):
-            if peer != self._rank:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    self._gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
-    def close(self) -> None:
-        """The group closes its connections when it is deleted."""
+        landing, sent = ({peer: _in_main_memory(t) for peer, t in side.items()} for side in (receives, sends))
+        wait = self._connected()._start_exchange(sent, landing)
+        return partial(_copied, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def errored(self) -> Exception | None:
-        error: Exception | None = self._group.errored()
+        """Wait for the operations between GPUs; returns why one failed. Other operations have said so before."""
+        error: Exception | None = None if self.nccl is None else self.nccl.errored()
         return error
 
     def _goes_over_nccl(self, tensor: Tensor) -> bool:
         return self.nccl is not None and tensor.device.type == "cuda"
 
 
+class GlooGroups(Groups):
+    """Over Gloo, and NCCL for tensors on GPUs if asked for.
+
+    Args:
+        timeout: see `Groups`.
+        on_gpus: whether tensors on GPUs go over NCCL.
+
+    Raises:
+        ValueError: torchft is not installed, which NCCL needs.
+    """
+
+    def __init__(self, timeout: timedelta, on_gpus: bool):
+        super().__init__(timeout)
+        self.nccl = nccl_group(timeout) if on_gpus else None
+        # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
+        self._gloo: Any = None  # before the first round, and while one is connected
+
+    def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
+        self._gloo = None
+        group: Any = dist.ProcessGroupGloo(store_at(place, limit), rank, size, limit)
+        group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
+        if self.nccl is not None:
+            self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
+        self._gloo = group
+
+    def hang_up(self) -> None:
+        """Over Gloo, a receive that runs into its time limit closes all connections; see `process_group.py`."""
+        if self.nccl is not None:
+            self.nccl.abort()
+        if self._gloo is not None:
+            for peer in set(range(self._gloo.size())) - {self._gloo.rank()}:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    self._gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+
+    def close(self) -> None:
+        """The group closes its connections when it is deleted."""
+
+    def _connected(self) -> GlooGroups:
+        if self._gloo is None:
+            raise CommunicationError("the round was given up")
+        return self
+
+    def _start_all_reduce(self, tensor: Tensor) -> Wait:
+        return self._waiting([("", self._gloo.allreduce([tensor], dist.AllreduceOptions()))])
+
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
+        return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
+
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
+        works = [(f"from rank {peer}", self._gloo.recv([tensor], peer, 0)) for peer, tensor in receives.items()]
+        works += [(f"to rank {peer}", self._gloo.send([tensor], peer, 0)) for peer, tensor in sends.items()]
+        return self._waiting(works)
+
+    def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
+        # Each wait names its limit, because Gloo's own one is that of connecting.
+        return partial(wait_for_all, works, limit=self.limit)
+
+
 class TcpGroups(Groups):
     """Over connections of our own, between workers that show certificates of the run.
 
     Args:
-        timeout: how long a line may be cut.
+        timeout: see `Groups`.
         credentials: of this worker.
         listens, relay: see `ElasticCommunicator`.
 
@@ -150,13 +163,13 @@ class TcpGroups(Groups):
         ValueError: the extension was not built.
     """
 
-    def __init__(self, timeout: timedelta, credentials: Credentials, listens: bool = True, relay: str | None = None):
+    def __init__(self, timeout: timedelta, credentials: Credentials, listens: bool, relay: str | None):
         require(
             is_available(),
             "elastic runs with credentials need the extension thinwire.comm.tcp._engine, which was not built",
         )
-        self.limit, self._timeout, self._credentials = timeout, timeout, credentials
-        self._listens, self._relay = listens, relay
+        super().__init__(timeout)
+        self._credentials, self._listens, self._relay = credentials, listens, relay
         self._comm: TcpCommunicator | None = None
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
@@ -175,19 +188,6 @@ class TcpGroups(Groups):
         except WrongContact as error:
             raise Missing([error.rank]) from error
 
-    def all_reduce(self, tensor: Tensor) -> Wait:
-        sent = _in_main_memory(tensor)
-        return partial(_copied, self._connected()._start_all_reduce(sent), [(tensor, sent)])
-
-    def broadcast(self, tensor: Tensor, root: int) -> Wait:
-        sent = _in_main_memory(tensor)
-        return partial(_copied, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
-
-    def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        landing = {peer: _in_main_memory(tensor) for peer, tensor in receives.items()}
-        wait = self._connected()._start_exchange({peer: _in_main_memory(t) for peer, t in sends.items()}, landing)
-        return partial(_copied, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
-
     def hang_up(self) -> None:
         comm, self._comm = self._comm, None
         if comm is not None:
@@ -198,9 +198,6 @@ class TcpGroups(Groups):
         if comm is not None:
             comm.close()
 
-    def errored(self) -> None:
-        """There are no operations between GPUs."""
-
     def _connected(self) -> TcpCommunicator:
         if self._comm is None:
             raise CommunicationError("the round was given up")
@@ -210,14 +207,18 @@ class TcpGroups(Groups):
 
 def _copied(wait: Wait, copies: list[tuple[Tensor, Tensor]]) -> None:
     wait()
-    for tensor, received in copies:
-        if received is not tensor:
-            tensor.copy_(received)
+    wait_for_all([], copies)
 
 
 def _order_stream(work: Any) -> None:
     """Make the current stream wait; the host does not."""
     work.wait()
+
+
+def _from_rank(root: int) -> dist.BroadcastOptions:
+    options = dist.BroadcastOptions()
+    options.rootRank, options.rootTensor = root, 0
+    return options
 
 
 def _in_main_memory(tensor: Tensor) -> Tensor:

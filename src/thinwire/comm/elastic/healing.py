@@ -12,10 +12,11 @@ come.
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
@@ -99,7 +100,9 @@ class Healing:
         try:
             self.snapshots.offer(key, self._sections(history))
         except Exception as error:
+            # Its next claim says so, and then it is no source any more.
             self.can_heal = False
+            # Without sections its answer is "failed", so the joiner need not wait for it.
             self.snapshots.offer(key, {})
             log.warning("worker %d cannot save its state, and heals nobody: %s", self._number, reason_of(error))
 
@@ -139,21 +142,17 @@ class Healing:
             if self._process < len(claim.state_ports)
         ]
         differing = {name for name, shared in self.shared.items() if not shared.is_common}
-        received = lambda num_bytes: self._record(0, num_bytes)  # noqa: E731
-        try:
+        with self._failures_counted():
             self._transfer = Transfer(
                 *(self._number, key, sources, differing, self._credentials, limit_seconds, self._held),
-                *(self._tick, received),
+                *(self._tick, partial(self._record, 0)),
             )
             manifests = self._agreed(self._transfer, is_late=False)
+            # Before the larger sections come, so that a loss of rounds is found first.
             self._theirs = self._history_of(self._transfer.section(ROUNDS), members, history)
             sections = self._fetched(self._transfer, manifests)
             history.forget()  # what is loaded in part is no state of the run
             self._load(sections)
-        except (LostRounds, CommunicationError):
-            raise
-        except Exception as error:
-            self._count_failure(error)
 
     @property
     def is_under_way(self) -> bool:
@@ -166,14 +165,11 @@ class Healing:
         Raises:
             CommunicationError, LeftOut: as in `begin`.
         """
-        assert self._theirs is not None and self._transfer is not None, "begin comes first"
-        try:
-            self._load(self._fetched(self._transfer, self._agreed(self._transfer, is_late=True)))
-            theirs, steps = self._theirs, self._transfer.steps()
-        except CommunicationError:
-            raise
-        except Exception as error:
-            self._count_failure(error)
+        theirs, transfer = self._theirs, self._transfer
+        assert theirs is not None and transfer is not None, "begin comes first"
+        with self._failures_counted():
+            self._load(self._fetched(transfer, self._agreed(transfer, is_late=True)))
+            steps = transfer.steps()
         self.end()
         self._failures, self._held = 0, {}
         return theirs, steps
@@ -200,6 +196,7 @@ class Healing:
                 self._held.setdefault(own.hash(number), section[own.place(number)])
         manifests = transfer.agree(names)
         announced = sum(manifest.num_bytes for manifest in manifests.values())
+        # Before memory for it is taken.
         if announced > limit:
             who = transfer.sources[0].number
             raise ValueError(f"worker {who} announced a state of {announced} bytes, expected at most {limit}")
@@ -221,15 +218,21 @@ class Healing:
         for name, section in sections.items():
             self.shared[name].load(unpacked(section, self._mesh))
 
-    def _count_failure(self, error: Exception) -> NoReturn:
-        """Raise the error that says so."""
-        self._failures += 1
-        reason = reason_of(error)
-        if self._failures >= TRIES:
-            raise LeftOut(
-                f"worker {self._number} is left out of the run: it could not be healed in {TRIES} tries: {reason}"
-            )
-        raise CommunicationError(f"worker {self._number} could not be healed: {reason}")
+    @contextlib.contextmanager
+    def _failures_counted(self) -> Iterator[None]:
+        """Context of a part of healing: what fails in it gives up the round, and after some tries this worker."""
+        try:
+            yield
+        except (LostRounds, CommunicationError):  # these are no fault of what was sent
+            raise
+        except Exception as error:
+            self._failures += 1
+            who, reason = f"worker {self._number}", reason_of(error)
+            if self._failures >= TRIES:
+                raise LeftOut(
+                    f"{who} is left out of the run: it could not be healed in {TRIES} tries: {reason}"
+                ) from error
+            raise CommunicationError(f"{who} could not be healed: {reason}") from error
 
 
 def _packed(save: Callable[[], Any]) -> Tensor:

@@ -1,7 +1,7 @@
 """The Lighthouse, by which workers agree on who takes part, and what thinwire takes from torchft.
 
-torchft is an optional package, with a Lighthouse and process groups that are connected anew. All of its names that thinwire
-uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
+torchft is an optional package, with a Lighthouse and a process group over NCCL that is connected anew. All of its names that
+thinwire uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
 
 The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live. A worker sends
 them itself, and only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process lives.
@@ -14,11 +14,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -36,7 +36,7 @@ from ..tls.connections import Listener
 from ..tls.credentials import Credentials, parsed_address
 from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
-from .quorums import QuorumClient, Quorums
+from .quorums import MAX_WORKERS, QuorumClient, Quorums
 
 HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
@@ -72,113 +72,73 @@ class Lighthouse:
         credentials: Credentials | None = None,
     ):
         host = own_address()[1] if host is None else host
+        place = f"[{host}]" if ":" in host else host
         if credentials is not None:
             quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
             listener = Listener(host, port, credentials, quorums.answer)
-            self.address, self.close = f"https://{f'[{host}]' if ':' in host else host}:{listener.port}", listener.close
+            self.address, self.close = f"https://{place}:{listener.port}", listener.close
             return
         server: Any = _module("torchft.coordination").LighthouseServer(
-            bind=f"{host}:{port}",
+            bind=f"{place}:{port}",
             min_replicas=min_workers,
             join_timeout_ms=round(1000 * join_seconds),
             quorum_tick_ms=50,
             heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
         )
         # torchft gives the machine's name, which need not resolve.
-        self.address = f"http://{host}:{server.address().rsplit(':', 1)[1]}"
+        self.address = f"http://{place}:{server.address().rsplit(':', 1)[1]}"
         self.close = server.shutdown
 
     close: Callable[[], None]
     """Stop it."""
 
 
-class torchft:  # noqa: N801  # reads as the package's name
-    """The parts of torchft that need a subclass.
+def nccl_group(timeout: timedelta) -> Any:
+    """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
+
+    An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
 
     Raises:
         ValueError: torchft is not installed.
     """
+    groups: Any = _module("torchft.process_group")
+    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
+    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
 
-    def __init__(self) -> None:
-        self._coordination, self._groups = _module("torchft.coordination"), _module("torchft.process_group")
+    class Group(groups.ProcessGroupNCCL):  # type: ignore[misc]
+        def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
+            """Start sends and receives as one operation: they deadlock otherwise."""
+            device = next(iter((*sends.values(), *receives.values()))).device
+            with self._run_context():
+                self.parent._start_coalescing(device)
+                for peer, tensor in receives.items():
+                    self.parent.recv([tensor], peer, 0)
+                for peer, tensor in sends.items():
+                    self.parent.send([tensor], peer, 0)
+                return self._wrap_work(self.parent._end_coalescing(device), None)
 
-    def store(self, address: str, limit: timedelta) -> Any:
-        """A client of PyTorch's store at "host:port/prefix"."""
-        return self._groups.create_store_client(address, limit)
+        def errored(self) -> Exception | None:
+            torch.cuda.synchronize()  # operations end on streams of their own
+            error: Exception | None = super().errored()
+            return error
 
-    def reconfigurable_group(self, timeout: timedelta, on_gpus: Any | None = None) -> Any:
-        """A process group over Gloo that can be connected anew.
-
-        Args:
-            timeout: how long an operation may take.
-            on_gpus: a second group that is connected and closed with it; see `nccl_group`. None for none.
-        """
-        groups = self._groups
-
-        class Group(groups.ProcessGroupGloo):  # type: ignore[name-defined, misc]
-            def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
-                """Connect anew, within the limit: Gloo would try to reach a dead worker for the whole `timeout`."""
-                self._timeout = limit
-                self.configure(place, f"rank {rank}", rank, size)
-                self._pg._get_backend(torch.device("cpu"))._set_default_timeout(timeout)  # of collective operations
-                if on_gpus is not None:
-                    on_gpus.configure(f"{place}/gpus", f"rank {rank}", rank, size)
-
-            @property
-            def parent(self) -> Any:
-                return self._pg
-
-            def errored(self) -> Exception | None:
-                return None if on_gpus is None else on_gpus.errored()
-
-        return Group(timeout=timeout)
-
-    def nccl_group(self, timeout: timedelta) -> Any:
-        """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
-
-        An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
-        """
-        groups = self._groups
-        os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
-
-        class Group(groups.ProcessGroupNCCL):  # type: ignore[name-defined, misc]
-            def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-                """Start sends and receives as one operation: they deadlock otherwise."""
-                device = next(iter((*sends.values(), *receives.values()))).device
-                with self._run_context():
-                    self.parent._start_coalescing(device)
-                    for peer, tensor in receives.items():
-                        self.parent.recv([tensor], peer, 0)
-                    for peer, tensor in sends.items():
-                        self.parent.send([tensor], peer, 0)
-                    return self._wrap_work(self.parent._end_coalescing(device), None)
-
-            def errored(self) -> Exception | None:
-                torch.cuda.synchronize()  # operations end on streams of their own
-                error: Exception | None = super().errored()
-                return error
-
-        return Group(timeout)
-
-    def client(self, address: str, seconds: float) -> Any:
-        """A client of the Lighthouse at this address."""
-        return self._coordination.LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+    return Group(timeout)
 
 
 def client_of(address: str, credentials: Credentials | None, seconds: float) -> Any:
     """A client of the Lighthouse at this address, which must answer within so many seconds.
 
     Raises:
-        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round.
+        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round; or
+            torchft is not installed, which a Lighthouse without credentials needs.
     """
     require(
         address.startswith("https://") == (credentials is not None),
         f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
     )
-    if credentials is None:
-        return torchft().client(address, seconds)
-    return QuorumClient(address, credentials, seconds)
+    if credentials is not None:
+        return QuorumClient(address, credentials, seconds)
+    return _module("torchft.coordination").LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
 
 
 def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:
@@ -187,9 +147,6 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
     Raises:
         OSError, RuntimeError: it does not answer.
     """
-    if credentials is None:
-        found: dist.Store = torchft().store(place, limit)
-        return found
     address, _, prefix = place.partition("/")
     host, port = parsed_address(address)
     return part_of(connected_store(host, port, limit, credentials), prefix)
@@ -199,17 +156,15 @@ class Asker:
     """Asks the Lighthouse for rounds, and sends it heartbeats while this worker makes progress.
 
     Args:
-        connect: makes a client, given the seconds to wait for the Lighthouse.
+        client: of the Lighthouse, see `client_of`; None in a process whose worker has another one that asks.
         id: of this process.
-        seconds: within which the Lighthouse must answer for the first time.
 
     Attributes:
         is_partial: whether the last answer lacks workers because the Lighthouse has restarted, and has not heard of all yet.
     """
 
-    def __init__(self, connect: Callable[[float], Any], id: str, seconds: float):
-        self._connect, self._id = connect, id
-        self._client = connect(seconds)
+    def __init__(self, client: Any, id: str):
+        self._client, self._id = client, id
         self._since = time.monotonic()
         self._workers: list[str] = []
         self._number = 0
@@ -222,7 +177,8 @@ class Asker:
         """Say that this worker makes progress; without another call within so many seconds, it counts as stuck."""
         now = time.monotonic()
         was_late, self._until = now >= self._until, now + seconds
-        if not self._thread.is_alive() and not self._is_closed:
+        # Its first heartbeat makes the others wait for this worker, so it comes with the first progress.
+        if self._client is not None and not self._thread.is_alive() and not self._is_closed:
             self._thread.start()
         if was_late:  # the Lighthouse may believe it dead: let it know before somebody asks for a round
             self._wakened.set()
@@ -242,12 +198,10 @@ class Asker:
         # The first time: if a run goes on and its Lighthouse has restarted, new workers must not begin another run before it
         # has heard of the old ones. It waits for those.
         time.sleep(max(self._since + RESTART_SECONDS - time.monotonic(), 0.0))
-        return self._claims(self._asked(claim, seconds))
-
-    def _asked(self, claim: Claim, seconds: float) -> Any:
-        return self._client.quorum(
+        quorum = self._client.quorum(
             replica_id=self._id,
             timeout=timedelta(seconds=seconds),
+            # torchft asks for these too, and workers read nothing of them.
             address="",
             store_address=claim.store,
             step=0,
@@ -255,9 +209,11 @@ class Asker:
             shrink_only=False,
             data=claim.data(),
         )
+        return self._claims(quorum)
 
     def _claims(self, quorum: Any) -> list[Claim]:
         workers = [member.replica_id for member in quorum.participants]
+        # Numbers of quorums grow with each change of workers, and begin again with the Lighthouse.
         has_restarted = quorum.quorum_id < self._number + (workers != self._workers)
         self.is_partial = has_restarted and not set(self._workers) <= set(workers)
         self._workers, self._number = workers, quorum.quorum_id
@@ -271,21 +227,10 @@ class Asker:
         while not self._is_closed:
             self._wakened.wait(BEAT_SECONDS)
             self._wakened.clear()
+            # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception):  # the Lighthouse restarts
                     self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
-
-
-class Silent:
-    """In place of an `Asker`, in a process whose worker has another one that asks."""
-
-    is_partial = False
-
-    def expect(self, seconds: float) -> None:
-        """The process that asks says whether the worker makes progress."""
-
-    def close(self) -> None:
-        """There is nothing to close."""
 
 
 class Missing(CommunicationError):
@@ -304,20 +249,20 @@ def meet(
     Raises:
         Missing: with the ranks that did not come, or that of the store's owner.
     """
+    keys = [f"here/{peer}" for peer in range(size)]
     try:
+        # The client of a store tries until its limit; here a port that refuses is noticed at once.
         reach([(0, store)], limit)
         found = store_at(f"{store}/{place}", limit, credentials)
-        found.set(f"here/{rank}", "")
+        found.set(keys[rank], "")
+        try:
+            found.wait(keys, limit)
+        except RuntimeError as error:
+            raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
+    except Missing:
+        raise
     except (OSError, RuntimeError) as error:
         raise Missing([0]) from error
-    try:
-        found.wait([f"here/{peer}" for peer in range(size)], limit)
-    except RuntimeError as error:
-        try:
-            missing = [peer for peer in range(size) if not found.check([f"here/{peer}"])]
-        except RuntimeError:
-            missing = [0]
-        raise Missing(missing) from error
 
 
 def try_sockets(count: int) -> None:
@@ -337,32 +282,21 @@ def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
     Raises:
         Missing: with the ranks that cannot be reached.
     """
-    deadline, waiting, missing = time.monotonic() + limit.total_seconds(), dict[int, Any](), list[int]()
-    with contextlib.ExitStack() as stack:
-        poll = select.poll()
-        for rank, store in stores:
-            host, _, port = store.rpartition(":")
-            if at := relay_of(host):
-                host, port = at[0], str(at[1])
-            try:
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                probe = stack.enter_context(socket.socket(family))
-                probe.setblocking(False)
-                probe.connect_ex((host.strip("[]"), int(port)))
-            except (OSError, OverflowError):
-                missing.append(rank)
-                continue
-            poll.register(probe, select.POLLOUT)
-            waiting[probe.fileno()] = rank, probe
-        while waiting and (left := deadline - time.monotonic()) > 0:
-            for descriptor, _ in poll.poll(1000 * left):
-                rank, probe = waiting.pop(descriptor)
-                poll.unregister(descriptor)
-                if probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
-                    missing.append(rank)
-        missing += [rank for rank, _ in waiting.values()]
-    if missing:
-        raise Missing(missing)
+    places = list(stores)
+    with ThreadPoolExecutor(MAX_WORKERS) as pool:
+        are_there = pool.map(lambda place: _answers(place[1], limit), places)
+        if missing := [rank for (rank, _), is_there in zip(places, are_there, strict=True) if not is_there]:
+            raise Missing(missing)
+
+
+def _answers(store: str, limit: timedelta) -> bool:
+    """Whether something listens at the address of a store, or of the relay that it waits at."""
+    host, _, port = store.rpartition(":")
+    try:
+        socket.create_connection(relay_of(host) or (host.strip("[]"), int(port)), limit.total_seconds()).close()
+    except (OSError, OverflowError):
+        return False
+    return True
 
 
 def _module(name: str) -> ModuleType:

@@ -99,14 +99,12 @@ class Quorums:
         deadline = now + WAIT_SECONDS
         before = self._questions.get(id)
         first = before.first if before is not None and before.nonce == nonce else now
+        # An answered question comes again if the answer was lost on the way.
         if self._answered.get(id) != nonce:
             self._questions[id] = Question(claim.decode(), nonce, first, now)
-        while True:
-            if self._answered.get(id) == nonce:
-                return [QUORUM, self._answer]
-            if self._form() or self._clock() >= deadline:
-                return [QUORUM, self._answer] if self._answered.get(id) == nonce else [WAIT]
+        while self._answered.get(id) != nonce and not self._form() and self._clock() < deadline:
             self._formed.wait(TICK_SECONDS)
+        return [QUORUM, self._answer] if self._answered.get(id) == nonce else [WAIT]
 
     def _forget_dead(self, now: float) -> None:
         self._beats = {id: last for id, last in self._beats.items() if now - last < self._heartbeat_seconds}
@@ -176,15 +174,13 @@ class QuorumClient:
         """
         deadline, nonce = time.monotonic() + timeout.total_seconds(), secrets.token_bytes(16)
         claim = json.dumps([store_address, data]).encode()
-        while True:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                raise TimeoutError("there was no quorum in time")
+        while (left := deadline - time.monotonic()) > 0:
             what, *answer = self._client.ask(
                 b"ask", replica_id.encode(), nonce, claim, seconds=min(left, WAIT_SECONDS) + WAIT_SECONDS
             )
             if what == QUORUM:
                 return _read(answer[0])
+        raise TimeoutError("there was no quorum in time")
 
 
 def _read(answer: bytes) -> Any:

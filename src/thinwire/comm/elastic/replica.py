@@ -52,14 +52,6 @@ class Processes:
                 f"the run; end them all, and start them again together ({reason_of(error)})"
             ) from error
 
-    def all(self, flag: bool) -> bool:
-        """Whether all processes passed True.
-
-        Raises:
-            LeftOut: as in `gather`.
-        """
-        return all(self.gather(flag))
-
     def on_first(self, call: Callable[[], Any]) -> Any:
         """What `call` returns or raises on process 0, which alone calls it: plain values, or one of `ERRORS`.
 
@@ -74,6 +66,7 @@ class Processes:
                 value = call()
             except ERRORS as error:
                 raised = error
+        # JSON carries no exceptions: an error travels as its place in `ERRORS` and its text.
         kind = next((i for i, error in enumerate(ERRORS) if isinstance(raised, error)), None)
         value, kind, text = self.gather([value, kind, str(raised)])[0]
         if kind is not None:

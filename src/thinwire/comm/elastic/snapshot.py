@@ -63,6 +63,7 @@ class Manifest(NamedTuple):
         """The manifest of a section, (n,) uint8."""
         view = memoryview(section.numpy())  # type: ignore[arg-type]  # NumPy's type says so from Python 3.12 on
         bare = cls(len(view), min(tensors_begin(section), len(view)), b"")
+        # `hashlib` releases the GIL, so that threads hash at the same time.
         with ThreadPoolExecutor(HASHING_THREADS) as pool:
             hashes = pool.map(lambda number: hashlib.sha256(view[bare.place(number)]).digest(), range(bare.num_chunks))
             return bare._replace(hashes=b"".join(hashes))
@@ -90,14 +91,17 @@ class Manifest(NamedTuple):
     @property
     def num_chunks(self) -> int:
         """How many chunks there are."""
-        return -(-self.first // CHUNK_BYTES) - (-(self.num_bytes - self.first) // CHUNK_BYTES)
+        return sum(map(len, self._begins()))
 
     def place(self, number: int) -> slice:
         """Where a chunk lies in the section."""
-        before = -(-self.first // CHUNK_BYTES)
-        begin, end = (0, self.first) if number < before else (self.first, self.num_bytes)
-        begin += CHUNK_BYTES * (number if number < before else number - before)
+        head, rest = self._begins()
+        begin, end = (head[number], self.first) if number < len(head) else (rest[number - len(head)], self.num_bytes)
         return slice(begin, min(begin + CHUNK_BYTES, end))
+
+    def _begins(self) -> tuple[range, range]:
+        """Where the chunks of the description begin, and those of the tensors."""
+        return range(0, self.first, CHUNK_BYTES), range(self.first, self.num_bytes, CHUNK_BYTES)
 
     def hash(self, number: int) -> bytes:
         """The SHA-256 of a chunk."""
@@ -147,6 +151,7 @@ class Snapshots:
         """Serve nothing more."""
         with self._lock:
             if self._key:
+                # A joiner that asks later learns that the round has ended, and does not wait for it.
                 self._ended.append(self._key)
             self._key, self._sections, self._manifests = b"", {}, {}
 
@@ -165,9 +170,9 @@ class Snapshots:
                 return [FAILED]
             if what == b"manifests":  # the training does not wait for the hashes
                 names = [name.decode() for name in rest]
-                for name in (name for name in names if name in sections and name not in self._manifests):
-                    section = self._section(name)
-                    self._manifests[name] = Manifest.of(section)
+                for name in names:
+                    if name in sections and name not in self._manifests:
+                        self._manifests[name] = Manifest.of(self._section(name))
                 answer += [self._manifests[name].data() if name in sections else b"" for name in names]
             elif what == b"steps":
                 answer.append(str(self.steps).encode())

@@ -54,6 +54,7 @@ def packed(state: Any) -> Tensor:
     text = json.dumps(_described(state, parts, 0)).encode()
     begin = LENGTH.size + len(text)
     total = begin + sum(map(_room, parts)) + ALIGNMENT
+    # Zeros between tensors: equal states must have equal bytes, because their hashes are compared.
     payload = torch.zeros(total, dtype=torch.uint8, device="cpu")
     payload[:begin] = torch.frombuffer(bytearray(LENGTH.pack(len(text)) + text), dtype=torch.uint8)
     at = tensors_begin(payload)

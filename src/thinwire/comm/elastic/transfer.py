@@ -175,15 +175,13 @@ class Transfer:
             CommunicationError: the sources are gone.
             ValueError: none sends what it has announced.
         """
-        if name not in self._differing:
-            return self._fetched(name, self.sources, self._manifests[self.sources[0]][name])
-        for source in [*self.sources]:
+        error: Exception = CommunicationError("no source is left")
+        for sources in [[source] for source in self.sources] if name in self._differing else [self.sources]:
             try:
-                return self._fetched(name, [source], self._manifests[source][name])
-            except (CommunicationError, ValueError):
-                if source == (self.sources or [source])[-1]:
-                    raise
-        raise CommunicationError("no source is left")
+                return self._fetched(name, sources, self._manifests[sources[0]][name])
+            except (CommunicationError, ValueError) as failure:
+                error = failure
+        raise error
 
     def _fetched(self, name: str, sources: Sequence[Source], manifest: Manifest) -> Tensor:
         section = debug.empty(manifest.num_bytes, dtype=torch.uint8, device="cpu")
@@ -206,7 +204,7 @@ class Transfer:
     def _pull(self, fetch: _Fetch, source: Source, name: str) -> None:
         """Get chunks from one source, over one connection, until there are no more or the source fails."""
         since = time.monotonic()
-        while (number := fetch.next(PAUSE_SECONDS)) is not None:
+        while (number := fetch.next()) is not None:
             try:
                 if source not in self.sources:
                     raise Refused(f"worker {source.number} sent a wrong chunk")
@@ -229,6 +227,7 @@ class Transfer:
                         *(source.number, number, name, self._number),
                     )
                 return
+            # The limit holds from the last chunk on, however long the whole transfer takes.
             since = time.monotonic()
 
     def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
@@ -256,11 +255,11 @@ class _Fetch:
         with self._changed:
             return self._changed.wait_for(lambda: self._num_missing == 0, seconds)
 
-    def next(self, seconds: float) -> int | None:
+    def next(self) -> int | None:
         """A chunk to ask for; None when all are there."""
         with self._changed:
-            while self._num_missing and not self.missing:  # another source may still fail
-                self._changed.wait(seconds)
+            # A chunk that another connection asks for may come back, if its source fails.
+            self._changed.wait_for(lambda: self.missing or not self._num_missing)
             return self.missing.popleft() if self._num_missing else None
 
     def put_back(self, number: int, reason: str) -> None:
@@ -268,7 +267,7 @@ class _Fetch:
         with self._changed:
             self.missing.appendleft(number)
             self.reason = reason
-            self._changed.notify()
+            self._changed.notify_all()
 
     def take(self, number: int, chunk: bytes) -> bool:
         """Put a chunk in its place; whether it is the right one."""
@@ -277,6 +276,7 @@ class _Fetch:
             return False
         self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         with self._changed:
+            # A view of the section, which takes no memory of its own.
             self._held[hash] = self._section[place]
             self._num_missing -= 1
             self._changed.notify_all()

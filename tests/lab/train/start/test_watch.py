@@ -11,10 +11,12 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.program import wait_until
 
 from thinwire.lab.train import RunConfig, WorkerError
 from thinwire.lab.train.start import spawn, watch
@@ -53,6 +55,20 @@ def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> s
 
 def stop(worker):
     os.kill(worker.pid, signal.SIGSTOP)
+    wait_until(lambda: watch._state(worker.pid) == "T", "a stopped worker", 10)
+
+
+def go_on(worker):
+    os.kill(worker.pid, signal.SIGCONT)
+    wait_until(lambda: watch._state(worker.pid) != "T", "a worker that goes on", 10)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The time that the launcher sees, in a list."""
+    now = [100.0]
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 def test_a_stopped_worker_is_named_within_the_limit(workers, tmp_path):
@@ -63,12 +79,12 @@ def test_a_stopped_worker_is_named_within_the_limit(workers, tmp_path):
     assert time.monotonic() - began < 30  # far below the limit of a run, also on a loaded machine
 
 
-def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypatch):
+def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypatch, clock):
     calls = []
 
     def waiting(sentinels, timeout):
-        calls.append(os.kill(workers[1].pid, signal.SIGCONT if len(calls) % 2 else signal.SIGSTOP))
-        time.sleep(0.3)
+        clock[0] += 0.3
+        calls.append(go_on(workers[1]) if len(calls) % 2 else stop(workers[1]))
         if len(calls) == 8:
             raise TimeoutError("watched for long enough")
 
@@ -77,10 +93,14 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
         watch.watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5)
 
 
-def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):
+def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd, clock):
     """Nothing was said for the whole time limit."""
+
+    def waiting(sentinels, timeout):
+        clock[0] += 0.2
+
     monkeypatch.setattr(watch, "NOTICE_SECONDS", 0.5)
-    monkeypatch.setattr(watch, "wait", lambda *_, **__: time.sleep(0.2))
+    monkeypatch.setattr(watch, "wait", waiting)
     stop(workers[2])
     watched(workers, tmp_path, limit_seconds=1.5)
     lines = capfd.readouterr().err.splitlines()

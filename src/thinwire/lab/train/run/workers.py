@@ -161,13 +161,13 @@ class ElasticWorkers(Workers):
 
     def step(self, take: Callable[[], Result], state: RunState, interruption: Interruption) -> Result | None:
         counts, committed, aborted = self.comm.counts, self.comm.counts.committed, self.comm.counts.aborted
-        self.comm.note = [float(interruption.received)]
+        self.comm.note = float(interruption.received)
         result = take()
         state.aborted += counts.aborted - aborted
         return None if counts.committed == committed and not self.comm.in_round else result
 
     def stop_signal(self, interruption: Interruption, wait: bool, row_is_due: bool) -> int:
-        return 0 if self.comm.in_round else int(self.comm.notes[:, 0].max())
+        return 0 if self.comm.in_round else int(self.comm.notes.max())
 
     def synchronize(self, state: RunState) -> bool:
         """With local updates, workers may change within a step, and one that joins takes other steps than the others."""
