@@ -147,7 +147,7 @@ class State:
             value = getattr(self, name)
             loaded = kind.form.load(self, value, saved[name]) if kind.form else _loaded(value, saved[name], name)
             setattr(self, name, loaded)
-        _forget(self)
+        forget(self)
 
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """`redistribute` calls it first, to make what `saved`, of a worker before, has and this state has not."""
@@ -250,7 +250,7 @@ def untie(state: State) -> None:
 
 def rewind(state: State, saved: Mapping[str, Any]) -> None:
     """Go back, in place, to what `state_dict` returned before a round that was given up, however far it came."""
-    _forget(state)
+    forget(state)
     state.load_state_dict(saved)
 
 
@@ -336,11 +336,12 @@ def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[A
     return value.state_dict() if None in theirs else change(value, theirs)
 
 
-def _forget(state: State) -> None:
+def forget(state: State) -> None:
+    """Make what is pending what it is between two rounds."""
     for name in _of_kind(state, "pending"):
         setattr(state, name, kinds(state)[name].default())
     for child in _children(state):
-        _forget(child)
+        forget(child)
 
 
 # ---- saved values ----

@@ -42,7 +42,7 @@ from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
 from ..kernels import Flag
-from ..membership import untie
+from ..membership import forget, untie
 from ..memory import Memory
 from ..topology import Topology
 
@@ -191,9 +191,9 @@ class Averager(Algorithm, ABC):
     def commit(self, state: Any) -> bool:
         """End the round: keep what memory learned if every result was finite. Returns whether it was."""
 
-    @abstractmethod
     def discard(self, state: Any) -> None:
-        """Abandon the round that was begun; memory stays as it was."""
+        """Abandon the round that was begun: forget the fields of the state, and of the memory in it, that are `pending`."""
+        forget(state)
 
 
 def averager_of_part(value: object, text: str) -> tuple[str, str] | None:

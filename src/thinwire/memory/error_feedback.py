@@ -104,6 +104,3 @@ class ErrorFeedback(Memory):
             if self.decay != 1:
                 state.residual[name].mul_(self.decay)  # here, so that the fused passes need not know of it
         state.pending.clear()
-
-    def discard(self, state: ErrorFeedbackState) -> None:
-        state.pending.clear()

@@ -106,6 +106,3 @@ class LoCo(Memory):
             kept = state.error(name) * (1 - self.beta)
             state.store(name, torch.zeros_like(kept) if clears else kept.add_(state.sent[name], alpha=self.beta))
         state.pending.clear()
-
-    def discard(self, state: LoCoState) -> None:
-        state.pending.clear()

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..membership import State, config, own, pending, shared
+from ..membership import State, config, forget, own, pending, shared
 from .base import Memory, NamedTensors, zeros_like_flat
 
 
@@ -38,11 +38,6 @@ class ShiftState(State):
     sent: dict[str, Tensor] = config()
     pending_mean: dict[str, Tensor] = pending(default_factory=dict)
     pending: set[str] = pending(default_factory=set)
-
-    def forget(self) -> None:
-        """Drop what is pending."""
-        self.pending.clear()
-        self.pending_mean.clear()
 
 
 class Shift(Memory):
@@ -79,7 +74,4 @@ class Shift(Memory):
             state.estimate[name].add_(state.sent[name] - state.difference[name], alpha=self.rate)
         for name, mean in state.pending_mean.items():
             state.mean[name].copy_(mean)
-        state.forget()
-
-    def discard(self, state: ShiftState) -> None:
-        state.forget()
+        forget(state)

@@ -76,6 +76,3 @@ class SignDescent(Memory):
 
     def commit(self, state: Any) -> None:
         self.memory.commit(state)
-
-    def discard(self, state: Any) -> None:
-        self.memory.discard(state)

@@ -125,10 +125,6 @@ class Dion(Averager):
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return finite
 
-    def discard(self, state: DionState) -> None:
-        state.pending.clear()
-        state.finite = True
-
     def _finish(
         self,
         state: DionState,

@@ -190,12 +190,6 @@ class PowerSGD(Averager):
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return finite
 
-    def discard(self, state: PowerSGDState) -> None:
-        if self.memory is not None:
-            self.memory.discard(state.memory)
-        state.pending_q.clear()
-        state.finite = True
-
     def _products(
         self, state: PowerSGDState, matrices: NamedTensors, scale: float, qs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
