@@ -234,8 +234,8 @@ def test_mistakes_found_when_attaching():
 
 
 def test_it_suits_parameters_if_all_children_do():
-    assert tw.ByName({"a*": tw.Mean(), "*": tw.Mean()}).suits_parameters
-    assert not tw.ByName({"a*": tw.Mean(), "*": SPARSE}).suits_parameters
+    assert tw.ByName({"a*": tw.Mean(), "*": tw.Mean()}).traits.suits_parameters
+    assert not tw.ByName({"a*": tw.Mean(), "*": SPARSE}).traits.suits_parameters
 
 
 def test_equal_by_value_and_by_order():

@@ -23,6 +23,8 @@ commits them.
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
 tells the averager that other workers take part from now on.
 
+Traits. `traits` is the one record of what an averager is: `traits.py` lists them.
+
 Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip/base.py`.
 
 Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so; what is remembered is unscaled.
@@ -45,8 +47,11 @@ from ..kernels import Flag
 from ..membership import forget, untie
 from ..memory import Memory
 from ..topology import Topology
+from .traits import AveragerTraits
 
 NamedTensors = Sequence[tuple[str, Tensor]]
+
+_PLAIN = AveragerTraits()
 
 Pending = Callable[[], Callable[[NamedTensors], None]]
 """Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
@@ -56,64 +61,9 @@ class Averager(Algorithm, ABC):
     """See the module's text for the contract."""
 
     @property
-    def whole_model(self) -> bool:
-        """Whether a round must be one call of `step` with all tensors."""
-        return False
-
-    @property
-    def needs_names(self) -> bool:
-        """Whether it only suits models whose parameters have certain names."""
-        return False
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the result carries momentum already, so that the optimizer must not apply its own."""
-        return False
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether all workers average at the same time, in rounds; `Pairwise` alone has none."""
-        return True
-
-    @property
-    def gives_one_mean(self) -> bool:
-        """Whether a round leaves the same mean on all workers; gossip leaves each worker a value of its own."""
-        return True
-
-    @property
-    def suits_parameters(self) -> bool:
-        """Whether values themselves may be averaged, round after round; lossy codecs suit gradients and changes alone."""
-        return False
-
-    @property
-    def keeps_mean(self) -> bool:
-        """Whether gossip keeps the mean over workers; clipping does not."""
-        return True
-
-    @property
-    def leaves_out_nonfinite(self) -> bool:
-        """Whether a round continues without a worker whose values are not finite; otherwise no worker commits it."""
-        return False
-
-    @property
-    def mixes_plainly(self) -> bool:
-        """Whether a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds."""
-        return False
-
-    @property
-    def suits_adam(self) -> bool:
-        """Whether optimizers that divide by the root of mean squares train about as well by it as by dense gradients."""
-        return True
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
-        return False
-
-    @property
-    def sends_alone(self) -> bool:
-        """Whether a worker makes its message without the others, and any set of messages can be merged; see `message`."""
-        return False
+    def traits(self) -> AveragerTraits:
+        """What the averager promises and demands. A class attribute serves where no field matters."""
+        return _PLAIN
 
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
@@ -169,7 +119,7 @@ class Averager(Algorithm, ABC):
 
     def message(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Tensor:
         """Begin a round alone: what `step` would send, (num_bytes,) uint8. Some `merge` has it later, and `commit` or `discard`
-        ends the round. Only where an averager `sends_alone`."""
+        ends the round. Only with the trait `sends_alone`."""
         raise NotImplementedError(f"{self} needs the other workers to make a message")
 
     def message_nbytes(self, tensors: NamedTensors) -> int:

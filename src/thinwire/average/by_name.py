@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 from .. import kernels
 from ..algorithm import require
@@ -23,6 +24,7 @@ from ..membership import State, check_state, config, nested
 from ..options import require_kind
 from ..schedule import Progress
 from .base import Averager, NamedTensors, check_agreement
+from .traits import AveragerTraits
 
 
 @dataclass
@@ -98,8 +100,6 @@ class ByName(Averager):
         [1.5, 1.5, 1.5, 1.5]
     """
 
-    needs_names: ClassVar[bool] = True
-
     averagers: Mapping[str, Averager] | tuple[tuple[str, Averager], ...]
 
     def __post_init__(self) -> None:
@@ -115,11 +115,11 @@ class ByName(Averager):
                 f"ByName: a pattern must be a text such as '*', got {pattern!r}",
             )
             require(
-                isinstance(averager, Averager) and averager.gives_one_mean,
+                isinstance(averager, Averager) and averager.traits.gives_one_mean,
                 f"ByName: the averager of {pattern!r} must give all workers one mean, as Mean and PowerSGD do, got "
                 f"{averager!r}",
             )
-        with_momentum = [pattern for pattern, averager in pairs if averager.has_momentum]
+        with_momentum = [pattern for pattern, averager in pairs if averager.traits.has_momentum]
         require(
             len(with_momentum) in (0, len(pairs)),
             f"ByName: the averagers of {with_momentum} apply momentum and the others do not, but one optimizer serves "
@@ -139,17 +139,15 @@ class ByName(Averager):
     def _children(self) -> list[Averager]:
         return [averager for _, averager in self._pairs]
 
-    @property
-    def whole_model(self) -> bool:
-        return any(child.whole_model for child in self._children)
-
-    @property
-    def has_momentum(self) -> bool:
-        return self._children[0].has_momentum
-
-    @property
-    def suits_parameters(self) -> bool:
-        return all(child.suits_parameters for child in self._children)
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        each = [child.traits for child in self._children]
+        return AveragerTraits(
+            whole_model=any(traits.whole_model for traits in each),
+            needs_names=True,
+            has_momentum=each[0].has_momentum,
+            suits_parameters=all(traits.suits_parameters for traits in each),
+        )
 
     def _with(self, state: ByNameState) -> list[tuple[Averager, Any]]:
         """The children with their states."""

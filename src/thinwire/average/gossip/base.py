@@ -46,10 +46,13 @@ from ...membership import check_state
 from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, NamedTensors, Pending, check_agreement
+from ..traits import AveragerTraits
 from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
 from .values import Parts, flat, move, parts_of
+
+_GOSSIP = AveragerTraits(whole_model=True, gives_one_mean=False, suits_parameters=True)
 
 
 class GossipAverager(Averager):
@@ -64,14 +67,17 @@ class GossipAverager(Averager):
         ValueError: topology is not a topology.
     """
 
-    whole_model: ClassVar[bool] = True
-    gives_one_mean: ClassVar[bool] = False
-    suits_parameters: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
+    """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
 
     topology: Topology
 
     def __post_init__(self) -> None:
         require_kind(f"{type(self).__name__}: topology", self.topology, Topology, "a topology such as Ring()")
+
+    @property
+    def traits(self) -> AveragerTraits:
+        return _GOSSIP
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from ...options import require_integer, require_number
 from ...topology import Hierarchical, Ring, Topology
 from ..base import NamedTensors
 from ..robust.base import norms_of
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_doubly_stochastic
 from .round import Apply, Arrive, GossipState, Round, add_differences
@@ -86,8 +87,8 @@ class ClippedGossip(GossipAverager):
         )
 
     @property
-    def keeps_mean(self) -> bool:
-        return self.tau == math.inf
+    def traits(self) -> AveragerTraits:
+        return replace(super().traits, keeps_mean=self.tau == math.inf)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)

@@ -37,6 +37,7 @@ from ...schedule import Progress, resolve
 from ..base import Averager, NamedTensors, check_agreement, copy_changed
 from ..robust.base import Rule
 from ..robust.record import RuleState
+from ..traits import AveragerTraits
 from .clip import Clip, clip_gradients, clip_means
 from .exchange import EXCHANGES, Load, cheapest
 from .exchange.all_gather import AllGather, check_divisor, check_rule
@@ -148,13 +149,17 @@ class Mean(Averager):
     def _needs_support(self) -> bool:
         return self.memory is not None and self.memory.needs_support
 
-    @property
-    def whole_model(self) -> bool:
-        return self.granularity == "model" or self.rule is not None or (self.clip is not None and self.clip.needs_norms)
-
-    @property
-    def has_momentum(self) -> bool:
-        return self.memory is not None and self.memory.has_momentum
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        memory, needs_norms = self.memory, self.clip is not None and self.clip.needs_norms
+        return AveragerTraits(
+            whole_model=self.granularity == "model" or self.rule is not None or needs_norms,
+            has_momentum=memory is not None and memory.has_momentum,
+            suits_parameters=self.codec.traits.lossless and memory is None,
+            suits_adam=memory is None or self.codec.traits.sparse is None,
+            leaves_out_nonfinite=self.rule is not None,
+            sends_alone=self._sends_alone,
+        )
 
     @property
     def cautions(self) -> list[str]:
@@ -163,14 +168,6 @@ class Mean(Averager):
         if self.memory is not None or traits.unbiased or traits.lossless or traits.votes or keeps_most:
             return []
         return [f"{self} loses what {self.codec} does not send; write Mean({self.codec}, ErrorFeedback())"]
-
-    @property
-    def suits_adam(self) -> bool:
-        return self.memory is None or self.codec.traits.sparse is None
-
-    @property
-    def suits_parameters(self) -> bool:
-        return self.codec.traits.lossless and self.memory is None
 
     def sends_at_once(self, state: MeanState) -> bool:
         return not self._must_agree(state)
@@ -290,7 +287,7 @@ class Mean(Averager):
     # ---- messages that are made and merged at different times ----
 
     @property
-    def sends_alone(self) -> bool:
+    def _sends_alone(self) -> bool:
         traits, memory = self.codec.traits, self.memory
         return (
             self.exchange in ("auto", AllGather.word)
@@ -334,10 +331,6 @@ class Mean(Averager):
     def current_codec(self, state: MeanState) -> Codec:
         codec = self.codec if self.codec.is_constant else resolve(self.codec, state.progress)
         return codec if state.codec is None else adapted(codec, state.codec)
-
-    @property
-    def leaves_out_nonfinite(self) -> bool:
-        return self.rule is not None
 
     def diagnostics(self, state: MeanState) -> dict[str, float]:
         """What a rule found out in the last round: "clipped/2", the norm of what it dropped of rank 2's message;
@@ -423,7 +416,7 @@ class Mean(Averager):
 
     def _is_dense_round(self, codec: Codec) -> bool:
         """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
-        return codec.traits.lossless and self.has_momentum
+        return codec.traits.lossless and self.traits.has_momentum
 
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """The tensors that are encoded, and those that travel dense."""

@@ -52,7 +52,7 @@ class ElasticExchanges:
     def keep(self, fragment: Fragment) -> None:
         """Remember what a round that is given up goes back to. Call it before each exchange."""
         tensors: list[Tensor] = [*fragment.changes, *fragment.pulled]
-        if not self._averager.gives_one_mean:  # gossip moves the anchors themselves
+        if not self._averager.traits.gives_one_mean:  # gossip moves the anchors themselves
             tensors += [anchor.detach() for _, anchor in fragment.anchors]
         pairs = [(t, t.clone()) for t in tensors]
         fragment.kept = Kept(pairs, fragment.state.state_dict(), copy.deepcopy(fragment.statistics))

@@ -173,7 +173,7 @@ class LocalUpdates(OwnModelAttachment):
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             comm.check_agreement({"outer optimizer": repr(self._outer)})
-            if self.averager.has_momentum:
+            if self.averager.traits.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
             self._fragments = make_fragments(
                 self._anchors, strategy.fragments, strategy.every, strategy.pull is not None
@@ -313,7 +313,7 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous.all_met()
             self._asynchronous.resume()
             return
-        if not self.averager.gives_one_mean:
+        if not self.averager.traits.gives_one_mean:
             average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
             for fragment in self._fragments:
@@ -477,7 +477,7 @@ class LocalUpdates(OwnModelAttachment):
         """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
         with self._clock("measure"):
             self._measure(fragment)
-        if not self.averager.gives_one_mean:
+        if not self.averager.traits.gives_one_mean:
             self._apply_own_changes(fragment)
         fragment.has_moved, fragment.began, fragment.steps_to_merge = False, self._record.num_steps, delay
         if self._asynchronous is not None:
@@ -529,7 +529,7 @@ class LocalUpdates(OwnModelAttachment):
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self.strategy.weights is not None:
             self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
-        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.anchors
+        tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.anchors
         tensors = tensors if self.strategy.pull is None else fragment.named_pulled()
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
@@ -543,7 +543,7 @@ class LocalUpdates(OwnModelAttachment):
             with self._clock("blocked"):
                 fragment.finite, fragment.flight = fragment.flight.wait(), None
         finite, fragment.finite = bool(fragment.finite), None
-        if self.averager.gives_one_mean or self.strategy.pull is not None:
+        if self.averager.traits.gives_one_mean or self.strategy.pull is not None:
             finite = finite and self._apply(fragment)
             if not finite:
                 self._warn()
@@ -624,7 +624,7 @@ class LocalUpdates(OwnModelAttachment):
         """Go on from the anchors. Changes since the last rounds, and rounds of gossip in flight, were each worker's own."""
         for fragment in self._fragments:
             fragment.rejected = False
-            if not self.averager.gives_one_mean:
+            if not self.averager.traits.gives_one_mean:
                 fragment.finite, fragment.steps_to_merge = None, 0
             self._restart(fragment, alpha=0.0)
             if fragment.is_sent:
@@ -639,7 +639,7 @@ class LocalUpdates(OwnModelAttachment):
 
         Anchors and outer optimizer do not change within a round, so they may come while the others train.
         """
-        record, is_common = self._record, self.averager.gives_one_mean
+        record, is_common = self._record, self.averager.traits.gives_one_mean
 
         def load_anchors(part: dict[str, Any]) -> None:
             load_tensors(record.anchor, part["anchor"], "anchors")
@@ -672,7 +672,7 @@ class LocalUpdates(OwnModelAttachment):
     @property
     def _heals_late(self) -> bool:
         """Whether workers need nothing of a joiner until their exchange, so that they train on while its state travels."""
-        return self.averager.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
+        return self.averager.traits.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
 
     def _restart(self, fragment: Fragment, alpha: float) -> None:
         factor = self.averager.debias_factor(fragment.state)
