@@ -190,13 +190,13 @@ class GossipAverager(Averager):
             x = flat(own)
 
             def begin(near: Neighbours, mean: Parts) -> Arrive:
-                return self.begin(state, Round(comm, progress, *near), mean)
+                return self.begin(state, Round(comm, state.clock, progress, *near), mean)
 
             return lambda: add_vector(mix_nodes(topology, state, comm, x, begin))
         near = topology.neighbours(comm.rank, progress.step, comm.size)
         if not near.receives:  # no change tells whether its own values are finite
             state.finite = kernels.flags.both(state.finite, kernels.all_finite(own))
-        return self.begin(state, Round(comm, progress, *near), own)
+        return self.begin(state, Round(comm, state.clock, progress, *near), own)
 
     def _apply(self, state: GossipState, tensors: NamedTensors, apply: Apply) -> None:
         state.layout.check(tensors)

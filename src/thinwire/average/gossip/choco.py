@@ -108,7 +108,7 @@ class Choco(FittedGossip):
                 memory.public.zero_()
         own = memory.public.double()
         memory.gap = torch.zeros_like(own)
-        for peer, theirs in Round(comm, state.progress, *near).exchange(memory.public)().items():
+        for peer, theirs in Round(comm, state.clock, state.progress, *near).exchange(memory.public, dict)().items():
             memory.gap.add_(theirs.double() - own, alpha=near.receives[peer])
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:

@@ -108,17 +108,14 @@ class ClippedGossip(GossipAverager):
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
             sent = flat(own)
-        wait = round.exchange(sent)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             with state.clock("decode"):
                 factors = self._factors(state.step_control, sent, received)
             weights = [factor * round.receives[peer] for peer, factor in factors.items()]
             return add_differences(sent, [received[peer] for peer in factors], weights)
 
-        return arrive
+        return round.exchange(sent, merge)
 
     def _factors(self, clipping: Clipping, own: Tensor, received: dict[int, Tensor]) -> dict[int, float]:
         """The factor of each neighbour's difference. Neighbours whose values are not finite are left out."""

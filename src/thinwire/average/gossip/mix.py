@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from torch import Tensor
+
 from ...topology import Ring, Topology
 from ..traits import AveragerTraits
 from .base import GossipAverager
@@ -67,12 +69,9 @@ class Mix(GossipAverager):
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
             sent = flat(own)
-        wait = round.exchange(sent)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             weights = [self.step_size * round.receives[peer] for peer in received]
             return add_differences(sent, list(received.values()), weights)
 
-        return arrive
+        return round.exchange(sent, merge)

@@ -127,15 +127,12 @@ class Moniqua(GossipAverager):
             payload = self._payload(own, state)
             kernels.modular.encode(own, payload, self._key(state, round), self.bits, modulus)
             x = flat(own)  # differences are taken to these values, which may change while the messages fly
-        wait = round.exchange(payload)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             payloads, weights = [payload, *received.values()], [step_size * round.receives[peer] for peer in received]
             return lambda targets: kernels.modular.recover_add(targets, x, payloads, weights, self.bits, modulus)
 
-        return arrive
+        return round.exchange(payload, merge)
 
     def _begin_adapted(self, state: GossipState, control: MoniquaStepControl, round: Round, own: Parts) -> Arrive:
         """`begin` with a bound or a step size from measurements."""
@@ -144,11 +141,9 @@ class Moniqua(GossipAverager):
             payload = self._payload(own, state)
             check, largest = kernels.modular.encode(own, payload, key, self.bits, modulus)
             message = control.with_trailer(payload, check, largest, round.progress.step)
-        wait, numel = round.exchange(message), state.layout.numel
+        numel = state.layout.numel
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             with state.clock("decode"):
                 edges = {
                     peer: Edge.of(
@@ -172,7 +167,7 @@ class Moniqua(GossipAverager):
 
             return apply
 
-        return arrive
+        return round.exchange(message, merge)
 
     def _payload(self, own: Parts, state: GossipState) -> Tensor:
         size = kernels.modular.nbytes(state.layout.numel, self.bits)

@@ -202,12 +202,10 @@ class _HalfStep:
         with state.clock("encode"):
             self.p = self._all_directions(x)
             self.sent = self._messages(x)
-        self.wait = round.exchange(self.sent)
+        self.finish = round.exchange(self.sent, self._merge)
+        """Waits, and returns how x moves along all edges."""
 
-    def finish(self) -> _LowRankChange:
-        """Wait, and return how x moves along all edges."""
-        with self.state.clock("wait"):
-            received = self.wait()
+    def _merge(self, received: dict[int, Tensor]) -> _LowRankChange:
         with self.state.clock("decode"):
             change = self._change(received)
         self.state.memory.half_steps += 1

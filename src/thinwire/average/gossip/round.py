@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,6 +22,8 @@ from .values import Apply, Parts
 
 Arrive = Callable[[], Apply]
 """Waits for the messages of a round."""
+
+Merged = TypeVar("Merged")
 
 
 def add_vector(change: Tensor) -> Apply:
@@ -95,6 +97,7 @@ class Round:
 
     Attributes:
         comm: all workers.
+        clock: measures the seconds of each phase.
         progress: when the round is.
         sends: peer -> weight that the peer gives to what this worker sends.
         receives: peer -> weight that this worker gives to what the peer sends.
@@ -102,25 +105,35 @@ class Round:
     """
 
     comm: Communicator
+    clock: Clock
     progress: Progress
     sends: dict[int, float]
     receives: dict[int, float]
     self_weight: float
 
-    def exchange(self, message: Tensor | dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
+    def exchange(
+        self, message: Tensor | dict[int, Tensor], merge: Callable[[dict[int, Tensor]], Merged]
+    ) -> Callable[[], Merged]:
         """Send one message to each neighbour, and receive one of the same size from each.
 
         Args:
             message: one tensor for all neighbours, or peer -> its tensor.
+            merge: takes what came, {peer: message} in the order of ranks.
 
         Returns:
-            A function that waits, and returns {peer: message} in the order of ranks.
+            A function that waits, and returns what `merge` makes of it.
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
         like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
         receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
-        wait: Callable[[], dict[int, Tensor]] = self.comm.exchange(messages, receives).wait
-        return wait
+        handle = self.comm.exchange(messages, receives)
+
+        def arrive() -> Merged:
+            with self.clock("wait"):
+                received = handle.wait()
+            return merge(received)
+
+        return arrive
 
 
 def tensor_keys(state: GossipState, round: Round) -> list[Key]:
