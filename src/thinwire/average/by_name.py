@@ -10,7 +10,7 @@ exchanges overlap with the backward pass. If one child waits between its collect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -33,11 +33,11 @@ class ByNameState(State):
 
     Args:
         children: the state of each child, by its pattern.
-        owners: tensor name -> position of the child that averages it.
+        owners: tensor name -> pattern of the child that averages it.
     """
 
     children: dict[str, Any] = nested()
-    owners: dict[str, int] = config()
+    owners: dict[str, str] = config()
     clock: Clock = config(default_factory=Clock)
 
     @property
@@ -109,6 +109,9 @@ class ByName(Averager):
         )
         pairs = tuple(given.items()) if isinstance(given, Mapping) else given
         require(len(pairs) > 0, "ByName: give at least one pattern, such as '*'")
+        require(
+            len(dict(pairs)) == len(pairs), f"ByName: give each pattern once, got {[pattern for pattern, _ in pairs]}"
+        )
         for pattern, averager in pairs:
             require(
                 isinstance(pattern, str) and pattern != "",
@@ -128,20 +131,15 @@ class ByName(Averager):
         object.__setattr__(self, "averagers", pairs)
 
     def __repr__(self) -> str:
-        return f"ByName({dict(self._pairs)!r})"
+        return f"ByName({self._children!r})"
 
-    @property
-    def _pairs(self) -> tuple[tuple[str, Averager], ...]:
-        assert isinstance(self.averagers, tuple)  # `__post_init__` made it so
-        return self.averagers
-
-    @property
-    def _children(self) -> list[Averager]:
-        return [averager for _, averager in self._pairs]
+    @cached_property
+    def _children(self) -> dict[str, Averager]:
+        return dict(self.averagers)
 
     @cached_property
     def traits(self) -> AveragerTraits:
-        each = [child.traits for child in self._children]
+        each = [child.traits for child in self._children.values()]
         return AveragerTraits(
             whole_model=any(traits.whole_model for traits in each),
             needs_names=True,
@@ -151,7 +149,7 @@ class ByName(Averager):
 
     def _with(self, state: ByNameState) -> list[tuple[Averager, Any]]:
         """The children with their states."""
-        return list(zip(self._children, state.children.values(), strict=True))
+        return [(child, state.children[pattern]) for pattern, child in self._children.items()]
 
     def sends_at_once(self, state: ByNameState) -> bool:
         return all(child.sends_at_once(s) for child, s in self._with(state))
@@ -161,45 +159,47 @@ class ByName(Averager):
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> ByNameState:
         check_agreement(self, tensors, comm, seed)
-        patterns = [pattern for pattern, _ in self._pairs]
         owners = self._owners([name for name, _ in tensors], comm.rank)
-        parts = _split(tensors, owners, len(patterns))
-        states = [child.init(part, comm, seed) for child, part in zip(self._children, parts, strict=True)]
-        state = ByNameState(dict(zip(patterns, states, strict=True)), owners)
+        parts = _split(tensors, owners, self._children)
+        states = {pattern: child.init(parts[pattern], comm, seed) for pattern, child in self._children.items()}
+        state = ByNameState(states, owners)
         for child, child_state in self._with(state):
             check_state(child_state, child).clock = state.clock
         return state
 
-    def _owners(self, names: list[str], rank: int) -> dict[str, int]:
-        """Which child averages which tensor."""
-        patterns, owners = [pattern for pattern, _ in self._pairs], {}
-        for name in names:
-            matching = (i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern))
-            owners[name] = next(matching, -1)
-        unmatched = [name for name, owner in owners.items() if owner < 0]
+    def _owners(self, names: list[str], rank: int) -> dict[str, str]:
+        """The pattern of each tensor."""
+        patterns = list(self._children)
+        # No pattern is empty, so that "" stands for none.
+        owners = {name: next((p for p in patterns if fnmatchcase(name, p)), "") for name in names}
+        unmatched = [name for name, owner in owners.items() if not owner]
         require(
             not unmatched,
             f"rank {rank}: ByName has no pattern for {unmatched[:5]}, got {patterns}; add '*' as the last pattern",
         )
-        for i, pattern in enumerate(patterns):
+        for pattern in patterns:
             earlier = any(fnmatchcase(name, pattern) for name in names)
             why = "earlier patterns match all of its parameters" if earlier else f"the parameters are {names[:5]}"
             require(
-                i in owners.values(),
+                pattern in owners.values(),
                 f"rank {rank}: ByName's pattern {pattern!r} gets no parameter: {why}; remove or reorder it",
             )
         return owners
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
-        parts = _split(tensors, state.owners, len(state.children))
-        work = [w for w in zip(self._with(state), parts, strict=True) if w[1]]
+        parts = _split(tensors, state.owners, self._children)
 
         def begin() -> list[Handle]:
-            return [child.step(child_state, part, comm, scale) for (child, child_state), part in work]
+            each = zip(self._with(state), parts.values(), strict=True)
+            return [child.step(child_state, part, comm, scale) for (child, child_state), part in each if part]
 
-        if self.sends_at_once(state):
-            return _together(begin())
-        return Handle(lambda: _together(begin()).wait())
+        begun = begin() if self.sends_at_once(state) else None
+
+        def wait() -> None:
+            for handle in begin() if begun is None else begun:
+                handle.wait()
+
+        return Handle(wait)
 
     def commit(self, state: ByNameState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -214,27 +214,17 @@ class ByName(Averager):
 
     def diagnostics(self, state: ByNameState) -> dict[str, float]:
         """Those of the children, behind their patterns."""
-        found = [(p, child.diagnostics(s)) for (p, _), (child, s) in zip(self._pairs, self._with(state), strict=True)]
-        return {f"{pattern}/{name}": value for pattern, child in found for name, value in child.items()}
+        found = {pattern: child.diagnostics(state.children[pattern]) for pattern, child in self._children.items()}
+        return {f"{pattern}/{name}": value for pattern, child in found.items() for name, value in child.items()}
 
     def regroup(
         self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
     ) -> None:
-        parts = _split(tensors, state.owners, len(state.children))
-        for (child, child_state), part in zip(self._with(state), parts, strict=True):
+        parts = _split(tensors, state.owners, self._children)
+        for (child, child_state), part in zip(self._with(state), parts.values(), strict=True):
             child.regroup(child_state, part, comm, before)
 
 
-def _split(tensors: NamedTensors, owners: dict[str, int], num_children: int) -> list[NamedTensors]:
+def _split(tensors: NamedTensors, owners: Mapping[str, str], patterns: Iterable[str]) -> dict[str, NamedTensors]:
     """The tensors of each child, in the order in which they came."""
-    return [[pair for pair in tensors if owners[pair[0]] == i] for i in range(num_children)]
-
-
-def _together(handles: list[Handle]) -> Handle:
-    """A handle that waits for all of these in their order."""
-
-    def wait() -> None:
-        for handle in handles:
-            handle.wait()
-
-    return Handle(wait)
+    return {pattern: [pair for pair in tensors if owners[pair[0]] == pattern] for pattern in patterns}
