@@ -39,7 +39,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
@@ -209,3 +209,9 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
             if torch.promote_types(t.dtype, result.dtype) != t.dtype:
                 narrow.append(t)
     return kernels.all_finite(narrow)
+
+
+def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
+    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
+    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
