@@ -117,26 +117,6 @@ class Averager(Algorithm, ABC):
         """
         raise NotImplementedError(f"{self} replaces tensors, so its rounds cannot end while tensors change")
 
-    def message(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Tensor:
-        """Begin a round alone: what `step` would send, (num_bytes,) uint8. Some `merge` has it later, and `commit` or `discard`
-        ends the round. Only with the trait `sends_alone`."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
-    def message_nbytes(self, tensors: NamedTensors) -> int:
-        """The most bytes of a `message` of these tensors."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
-    def merge(
-        self,
-        state: Any,
-        messages: Sequence[Tensor],
-        weights: Sequence[float],
-        tensors: NamedTensors,
-        comm: Communicator,
-    ) -> Flag:
-        """Overwrite tensors with `sum_i weights[i] decoded(messages[i])`, added in this order; returns whether it is finite."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
     @abstractmethod
     def commit(self, state: Any) -> bool:
         """End the round: keep what memory learned if every result was finite. Returns whether it was."""

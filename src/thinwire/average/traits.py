@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .mean.mean import LoneMessages
 
 
 @dataclass(frozen=True)
@@ -20,8 +24,8 @@ class AveragerTraits:
         keeps_mean: gossip keeps the mean over workers; clipping does not.
         mixes_plainly: a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds.
         leaves_out_nonfinite: a round continues without a worker whose values are not finite; otherwise no worker commits it.
-        sends_alone: a worker makes its message without the others, and any set of messages can be merged; see
-            `Averager.message`.
+        lone_messages: how a worker makes its message without the others, and how any set of messages is merged; None if
+            workers must average together.
 
     Example:
         >>> import thinwire as tw
@@ -39,4 +43,4 @@ class AveragerTraits:
     keeps_mean: bool = True
     mixes_plainly: bool = False
     leaves_out_nonfinite: bool = False
-    sends_alone: bool = False
+    lone_messages: LoneMessages | None = None

@@ -162,7 +162,7 @@ class Local(Averaging[LocalUpdates]):
         if self.quorum is None:
             return
         self._require(
-            self.averager.traits.sends_alone,
+            self.averager.traits.lone_messages is not None,
             "with a quorum each worker makes its message without the others, so the averager must be Mean with a constant "
             f"codec whose workers agree on nothing, by an all-gather and without rule, clip or momentum; got {self.averager!r}",
         )

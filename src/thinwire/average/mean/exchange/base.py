@@ -215,10 +215,8 @@ class Job:
         """The `finish` of an exchange in which every worker gets all messages, one of each worker, in rank order."""
         if self.combine is not None:
             return self._combine_messages(self.combine, messages, totals, dense_total)
-        parts = [unpack(message, self.dense.numel()) for message in messages]
-        for dense, _ in parts:
-            dense_total.add_(dense, alpha=1.0 / self.comm.size)
-        return self.decode([payload for _, payload in parts], totals, self.scale / self.comm.size, self.keys)
+        payloads = add_dense(messages, dense_total, 1.0 / self.comm.size)
+        return self.decode(payloads, totals, self.scale / self.comm.size, self.keys)
 
     def decode_weighted(
         self, messages: Sequence[Tensor], weights: Sequence[float], totals: list[Tensor], dense_total: Tensor
@@ -226,10 +224,8 @@ class Job:
         """As `decode_messages`, each message with a weight of its own. With equal weights it has the same bits."""
         flags, others = list[Flag](), totals
         for weight, group in groupby(zip(weights, messages, strict=True), key=itemgetter(0)):
-            parts = [unpack(message, self.dense.numel()) for _, message in group]
-            for dense, _ in parts:
-                dense_total.add_(dense, alpha=weight)
-            flags.append(self.decode([payload for _, payload in parts], others, weight, self.keys))
+            payloads = add_dense([message for _, message in group], dense_total, weight)
+            flags.append(self.decode(payloads, others, weight, self.keys))
             if others is not totals:
                 torch._foreach_add_(totals, others)
             others = [torch.empty_like(total) for total in totals]
@@ -262,50 +258,48 @@ class PendingExchange:
     Args:
         begin: of an exchange.
         job: what it exchanges. The job's clock adds up the time that is spent waiting between collectives.
-        counts: whether to count `num_bytes`.
 
     Attributes:
+        finish: set once the last collective is issued.
         sent: when the first collective was issued.
         waited: how long the caller had waited for messages by then; it says so itself.
         steps: how many collectives were issued, one after the other.
-        num_bytes: what this worker has sent so far; 0 without `counts`.
+        num_bytes: what this worker has sent so far.
     """
 
-    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool = False):
-        self._job, self._counts = job, counts
+    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job):
+        self._begin, self._job = begin, job
+        self._stages: Stages | None = None
         self._pending: Handle | None = None
         self.finish: Finish | None = None
-        """Set once the last collective is issued."""
-        self.waited, self.steps = 0.0, 0
-        self.num_bytes = -self._ledger_bytes()
-        self._begun = begin(job)
-        self._issue()
-        self.num_bytes += self._ledger_bytes()
+        self.waited, self.steps, self.num_bytes = 0.0, 0, 0
+        self.advance()
         self.sent = time.perf_counter()
 
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
         if self.finish is None:
-            before = self._ledger_bytes()
-            self._issue()
-            self.num_bytes += self._ledger_bytes() - before
+            before = self._job.comm.ledger.bytes_sent
+            self.finish = self._issue()
+            self.steps += 1
+            self.num_bytes += self._job.comm.ledger.bytes_sent - before
 
-    def _issue(self) -> None:
-        self.steps += 1
-        if not isinstance(self._begun, Generator):
-            self.finish = self._begun
-            return
+    def _issue(self) -> Finish | None:
         result = None
-        if self._pending is not None:
+        if self._stages is None:
+            begun = self._begin(self._job)
+            if not isinstance(begun, Generator):
+                return begun
+            self._stages = begun
+        elif self._pending is not None:
             with self._job.clock("wait"):
                 result = self._pending.wait()
         try:
-            self._pending = self._begun.send(result)
+            self._pending = self._stages.send(result)
         except StopIteration as end:
-            self.finish = end.value
-
-    def _ledger_bytes(self) -> int:
-        return self._job.comm.ledger.bytes_sent if self._counts else 0
+            finish: Finish = end.value
+            return finish
+        return None
 
 
 class Team(Protocol):
@@ -416,6 +410,14 @@ def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
     return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 
+def add_dense(messages: Sequence[Tensor], total: Tensor, weight: float) -> list[Tensor]:
+    """Add the dense vector of each message, times `weight`, to `total` in their order; returns their payloads."""
+    parts = [unpack(message, total.numel()) for message in messages]
+    for dense, _ in parts:
+        total.add_(dense, alpha=weight)
+    return [payload for _, payload in parts]
+
+
 def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """A new float32 vector of all elements."""
     if not parts:
@@ -451,9 +453,3 @@ def overwrite(
     """
     old = kernels.scatter.gather(segments, indices, counts)
     kernels.scatter.write(segments, indices, torch.where(where, values, old), counts)
-
-
-def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
-    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]

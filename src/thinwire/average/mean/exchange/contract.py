@@ -63,10 +63,10 @@ class Exchange(ABC):
     """Whether every worker learns which coordinates were sent for it."""
     takes_selection: ClassVar[bool] = False
     """Whether workers encode their tensors as they are, so that a memory may select for the codec."""
-    takes_shares: ClassVar[bool] = False
-    """Whether workers own parts of the result, which may be unequal."""
-    has_memory: ClassVar[bool] = False
-    """Whether it encodes a second time, and can remember what that lost."""
+    gathers: ClassVar[bool] = False
+    """Whether every worker gets the messages of all, and decodes them with `Job.decode_messages`."""
+    has_owners: ClassVar[bool] = False
+    """Whether workers own parts of the result, which may be unequal; owners encode again, and remember what that lost."""
 
     @abstractmethod
     def begin(self, job: Job) -> Finish | Stages:
@@ -96,9 +96,13 @@ class Exchange(ABC):
         """
         return self.num_bytes(load.size, load.workers_per_node, self.message_nbytes(load))
 
-    @abstractmethod
-    def price(self, load: Load) -> float | None:
-        """The cost by which "auto" compares; None if this exchange does not suit the load."""
+    def suits(self, load: Load) -> bool:
+        """Whether "auto" may choose it."""
+        return True
+
+    def price(self, load: Load) -> float:
+        """The cost by which "auto" compares."""
+        return self.cost(load) * (SECOND_LOSS_FACTOR if self.selects_again or self.has_owners else 1)
 
     def check(self, codec: Codec) -> None:  # noqa: B027 -- most exchanges suit every codec
         """Raise ValueError unless the exchange suits the codec."""

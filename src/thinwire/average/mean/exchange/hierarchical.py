@@ -31,7 +31,7 @@ from .... import debug, kernels
 from ....algorithm import require
 from ....comm import Communicator, Handle
 from ....kernels import Flag
-from .base import Job, Stages, flatten, gather_messages, pack, split_like, unpack
+from .base import Job, Stages, add_dense, flatten, gather_messages, pack, split_like
 from .contract import Exchange, Load
 
 
@@ -48,8 +48,8 @@ class HierarchicalReduce(Exchange):
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
         return (size // workers_per_node - 1) * message
 
-    def price(self, load: Load) -> float | None:
-        return self.cost(load) if load.workers_per_node > 1 and not load.needs_support else None
+    def suits(self, load: Load) -> bool:
+        return load.workers_per_node > 1 and not load.needs_support
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
@@ -102,10 +102,8 @@ def _encode(job: Job, node_sum: Tensor) -> Tensor:
 
 
 def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
-    parts = [unpack(m, job.dense.numel()) for m in messages]
-    for dense, _ in parts:
-        dense_total.add_(dense, alpha=1.0 / job.comm.size)
-    return job.decode([payload for _, payload in parts], totals, job.scale / len(messages), job.keys)
+    payloads = add_dense(messages, dense_total, 1.0 / job.comm.size)
+    return job.decode(payloads, totals, job.scale / len(messages), job.keys)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ from .... import debug, kernels
 from ....codec import Codec
 from ....kernels import Flag
 from .base import Job, Stages, flat_segments, split_like, store_segments
-from .contract import SECOND_LOSS_FACTOR, Exchange, Load
+from .contract import Exchange, Load
 from .hierarchical import Leaders, Node, take
 from .regions import Regions
 from .sparse_reduce import SparseReduction, Summed, layout_of, leave, parts_of, regions_nbytes
@@ -47,9 +47,8 @@ class HierarchicalSparse(Exchange):
     def message_nbytes(self, load: Load) -> int:
         return regions_nbytes(load, load.size // load.workers_per_node)
 
-    def price(self, load: Load) -> float | None:
-        suits = load.workers_per_node > 1 and load.remembers and load.codec.traits.sparse is not None
-        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+    def suits(self, load: Load) -> bool:
+        return load.workers_per_node > 1 and load.remembers and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)

@@ -55,6 +55,7 @@ from .base import (
     Job,
     Stages,
     Team,
+    add_dense,
     flat_segments,
     gather_messages,
     overwrite,
@@ -65,7 +66,7 @@ from .base import (
     store_segments,
     unpack,
 )
-from .contract import SECOND_LOSS_FACTOR, Exchange, Load
+from .contract import Exchange, Load
 from .regions import Piece, Regions, regions
 
 
@@ -85,9 +86,8 @@ class SparseReduce(Exchange):
     def message_nbytes(self, load: Load) -> int:
         return regions_nbytes(load, load.size)
 
-    def price(self, load: Load) -> float | None:
-        suits = load.remembers and load.codec.traits.sparse is not None
-        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+    def suits(self, load: Load) -> bool:
+        return load.remembers and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)
@@ -266,10 +266,8 @@ class SparseReduction:
         region, device = self.layout.pieces[self.team.rank], self.dense.device
         sums = [torch.zeros(p.numel, device=device) for p in region]
         dense_mean = torch.zeros(dense_numel, device=device)
-        parts = [unpack(message, dense_numel) for message in received]
-        for dense, _ in parts:
-            dense_mean.add_(dense, alpha=1.0 / self.job.comm.size)
-        decoded = self._decode([payload for _, payload in parts], counts, [region] * len(parts))
+        payloads = add_dense(received, dense_mean, 1.0 / self.job.comm.size)
+        decoded = self._decode(payloads, counts, [region] * len(payloads))
         for (indices, values), of_pieces in zip(decoded, counts, strict=True):
             kernels.scatter.add(sums, indices, values, of_pieces, 1.0)
         return dense_mean, sums
