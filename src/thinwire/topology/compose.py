@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..options import require_integer
 from .base import Neighbours, Topology
 
 Links = set[tuple[int, int]]  # (sender, receiver)
@@ -40,8 +41,7 @@ class Phases(Topology):
         starts = [start for start, _ in self.phases]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"Phases: phases must start at 0 and ascend, got the starts {starts}")
-        if self.steps_per_epoch < 1:
-            raise ValueError(f"Phases: steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
+        require_integer("Phases: steps_per_epoch", self.steps_per_epoch, 1)
 
     def _phase(self, step: int) -> tuple[int, Topology]:
         """The first step and the topology of the phase that `step` belongs to."""
@@ -96,8 +96,7 @@ class Hierarchical(Topology):
     workers_per_node: int
 
     def __post_init__(self) -> None:
-        if self.workers_per_node < 1:
-            raise ValueError(f"{self!r}: workers_per_node must be at least 1, got {self.workers_per_node}")
+        require_integer("Hierarchical: workers_per_node", self.workers_per_node, 1)
 
     def node(self, rank: int) -> int:
         """The node of a worker, which is its leader's rank in `inner`."""

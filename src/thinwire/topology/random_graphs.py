@@ -14,7 +14,8 @@ from math import log
 
 import numpy as np
 
-from .undirected import Adjacency, Undirected, adjacency_of, check_weights, unreachable
+from ..options import require_integer, require_number
+from .undirected import Adjacency, Undirected, adjacency_of, unreachable
 
 MAX_ATTEMPTS = 100
 
@@ -23,6 +24,10 @@ class RandomGraph(Undirected):
     """An undirected graph drawn from `_draw(uniform, size)` until it is connected, then remembered."""
 
     seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_integer(f"{type(self).__name__}: seed", self.seed, 0)
 
     @abstractmethod
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]: ...
@@ -60,14 +65,6 @@ def _connected(topology: RandomGraph, size: int) -> Adjacency:
     )
 
 
-def _check(topology: RandomGraph, name: str, probability: float | None) -> None:
-    check_weights(topology, topology.weights)
-    if topology.seed < 0:
-        raise ValueError(f"{topology!r}: the seed must not be negative, got {topology.seed}")
-    if probability is not None and not 0.0 <= probability <= 1.0:
-        raise ValueError(f"{topology!r}: {name} is a probability between 0 and 1, got {probability}")
-
-
 @dataclass(frozen=True, repr=False)
 class ErdosRenyi(RandomGraph):
     """Every pair of workers has an edge with the same probability, given that the graph is connected.
@@ -90,7 +87,8 @@ class ErdosRenyi(RandomGraph):
     weights: str = "metropolis"
 
     def __post_init__(self) -> None:
-        _check(self, "probability", self.probability)
+        super().__post_init__()
+        require_number("ErdosRenyi: probability", self.probability, least=0, most=1, or_none=True)
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         probability = 2 * log(size) / size if self.probability is None else self.probability
@@ -127,9 +125,9 @@ class WattsStrogatz(RandomGraph):
     weights: str = "metropolis"
 
     def __post_init__(self) -> None:
-        _check(self, "rewire", self.rewire)
-        if self.degree < 2:
-            raise ValueError(f"{self!r}: the degree must be at least 2, got {self.degree}")
+        super().__post_init__()
+        require_number("WattsStrogatz: rewire", self.rewire, least=0, most=1)
+        require_integer("WattsStrogatz: degree", self.degree, 2)
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
