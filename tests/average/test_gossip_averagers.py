@@ -526,7 +526,7 @@ def test_a_state_of_another_averager_is_refused():
         with pytest.raises(ValueError, match="only one of the saved state and this averager has memory"):
             tw.Mix().init(start(comm.rank), comm).load_state_dict(saved)
         del saved["memory"]["public"]["scale"]
-        with pytest.raises(ValueError, match=r"do.* not fit these tensors.*scale"):
+        with pytest.raises(ValueError, match=r"does not fit this model.*scale"):
             tw.Choco().init(start(comm.rank), comm).load_state_dict(saved)
 
     tw.LocalWorld(2).run(worker)
