@@ -58,8 +58,8 @@ def check_divisor(divide_by: str, exchange: Exchange | None, codec: Codec, memor
     require_choice("Mean: divide_by", divide_by, allowed)
     if divide_by == "workers":
         return
-    gathers = exchange is not None and exchange.gathers
-    require(gathers, f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {exchange and exchange.word!r}")
+    gathers, word = (False, "auto") if exchange is None else (exchange.gathers, exchange.word)
+    require(gathers, f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {word!r}")
     user = codec if codec.traits.votes else memory if memory is not None and memory.needs_mean else None
     require(user is None, f"Mean: {user} needs the mean over all workers; use divide_by='workers'")
 
