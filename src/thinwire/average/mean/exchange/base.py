@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -302,18 +302,29 @@ class PendingExchange:
         return None
 
 
-class Team(Protocol):
-    """Workers that call collectives together: a communicator, or the leaders of its nodes."""
+class Members:
+    """Some of the workers, as a team of their own: collectives that only they call.
 
-    rank: int
-    size: int
-    device: torch.device
+    Args:
+        comm: all workers.
+        ranks: of the members, this worker's own among them.
+    """
+
+    def __init__(self, comm: Communicator, ranks: Sequence[int]):
+        self._comm, self._ranks = comm, list(ranks)
+        self.rank, self.size, self.device = self._ranks.index(comm.rank), len(self._ranks), comm.device
 
     def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
+        """Send `tensors[i]` to member i; entry i of the result comes from member i, of `sizes[i]` elements."""
+        return self._comm.all_to_all(tensors, sizes, self._ranks)
 
     def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
+        """Give every member the tensors of all."""
+        return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
+
+
+Team = Communicator | Members
+"""Workers that call collectives together."""
 
 
 def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) -> Generator[Handle, Any, Handle]:

@@ -31,7 +31,7 @@ from .... import debug, kernels
 from ....algorithm import require
 from ....comm import Communicator, Handle
 from ....kernels import Flag
-from .base import Job, Stages, add_dense, flatten, gather_messages, pack, split_like
+from .base import Job, Members, Stages, add_dense, flatten, gather_messages, pack, split_like
 from .contract import Exchange, Load
 
 
@@ -150,7 +150,7 @@ class Node:
             num_bytes: size of all messages, or an upper bound.
             fixed: whether it is exact; if not, the exact sizes travel first.
         """
-        team = Leaders(self)
+        team = Members(self.comm, self.leaders)
         gathering = gather_messages(team, message, [num_bytes] * team.size, fixed)
         messages: list[Tensor] = yield (yield from gathering)
         return messages
@@ -162,27 +162,6 @@ class Node:
             sends = dict.fromkeys(self.members, tensor) if self.is_leader else {}
             handles.append(self.comm.exchange(sends, {} if self.is_leader else {self.leader: tensor}))
         return handles
-
-
-class Leaders:
-    """The leaders of all nodes, as a team of their own: collectives that only they call.
-
-    Args:
-        node: of this leader.
-    """
-
-    def __init__(self, node: Node):
-        self._comm, self._ranks = node.comm, list(node.leaders)
-        self.rank, self.size = self._ranks.index(node.leader), len(self._ranks)
-        self.device = node.comm.device
-
-    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
-        """Send `tensors[i]` to leader i; entry i of the result comes from leader i, of `sizes[i]` elements."""
-        return self._comm.all_to_all(tensors, sizes, self._ranks)
-
-    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
-        """Give every leader the tensors of all."""
-        return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
 
 
 def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:

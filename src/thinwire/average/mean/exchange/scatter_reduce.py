@@ -238,6 +238,7 @@ def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     if job.shares:
         owned = [[i for i, piece in enumerate(pieces) if piece[rank].numel()] for rank in range(size)]
     else:
+        # Equal parts: an owner has a piece of each tensor with more rows than its rank. It saves asking each piece.
         owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
 

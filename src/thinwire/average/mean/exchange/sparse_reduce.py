@@ -344,12 +344,8 @@ def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
 def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list[int]:
     """Bytes of each owner's message to all: a bound where the size is not fixed."""
     dense = [split_numel(dense_numel, layout.size, rank) for rank in range(layout.size)]
-    return [4 * d + region_nbytes(parts, region) for d, region in zip(dense, layout.pieces, strict=True)]
-
-
-def region_nbytes(parts: SparseParts, region: list[Piece]) -> int:
-    """Bytes of the coordinates that an owner keeps."""
-    return parts.nbytes([p.kept for p in region], [p.numel for p in region]) if region else 0
+    kept = [parts.nbytes([p.kept for p in r], [p.numel for p in r]) if r else 0 for r in layout.pieces]
+    return [4 * d + num_bytes for d, num_bytes in zip(dense, kept, strict=True)]
 
 
 def regions_nbytes(load: Load, size: int) -> int:
