@@ -53,6 +53,9 @@ NamedTensors = Sequence[tuple[str, Tensor]]
 
 _PLAIN = AveragerTraits()
 
+Before = Sequence[int | None] | None
+"""For each worker its rank in the last round, or None if it is new; None if all are new."""
+
 Pending = Callable[[], Callable[[NamedTensors], None]]
 """Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
 
@@ -89,16 +92,14 @@ class Averager(Algorithm, ABC):
         """What was found out or chosen in the last rounds, by name; empty where nothing is."""
         return {}
 
-    def regroup(
-        self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: Any, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Continue with other workers. All of them call it together, between two rounds; it may communicate.
 
         Args:
             state: of this worker.
             tensors: those of `init`.
             comm: connects the workers of the next round.
-            before: for each of them its rank in the last round, or None if it is new; None if all are new.
+            before: their ranks in the last round.
         """
         untie(state)
 

@@ -10,7 +10,7 @@ exchanges overlap with the backward pass. If one child waits between its collect
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -23,7 +23,7 @@ from ..comm import Communicator, Handle
 from ..membership import State, check_state, config, nested
 from ..options import require_kind
 from ..schedule import Progress
-from .base import Averager, NamedTensors, check_agreement
+from .base import Averager, Before, NamedTensors, check_agreement
 from .traits import AveragerTraits
 
 
@@ -217,9 +217,7 @@ class ByName(Averager):
         found = {pattern: child.diagnostics(state.children[pattern]) for pattern, child in self._children.items()}
         return {f"{pattern}/{name}": value for pattern, child in found.items() for name, value in child.items()}
 
-    def regroup(
-        self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         parts = _split(tensors, state.owners, self._children)
         for (child, child_state), part in zip(self._with(state), parts.values(), strict=True):
             child.regroup(child_state, part, comm, before)

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -45,7 +45,7 @@ from ...comm import Communicator, Handle
 from ...membership import check_state
 from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
-from ..base import Averager, NamedTensors, Pending, check_agreement
+from ..base import Averager, Before, NamedTensors, Pending, check_agreement
 from ..traits import AveragerTraits
 from .layout import FlatLayout
 from .nodes import mix_nodes
@@ -153,9 +153,7 @@ class GossipAverager(Averager):
 
     # ---- when workers come and go ----
 
-    def regroup(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Derive the neighbours anew; scale push-sum's weights so that they add up to the number of workers again.
 
         A topology that cannot connect this many workers gives way to `Ring()`, until it can again.
@@ -179,9 +177,7 @@ class GossipAverager(Averager):
             return Ring()
         return self.topology
 
-    def regroup_memory(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
-    ) -> None:
+    def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
         """Restart the memory of edges that have changed; see `Averager.regroup`."""
 
     def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:

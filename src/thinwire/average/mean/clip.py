@@ -151,12 +151,10 @@ def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale:
 def clip_means(clip: Clip, means: list[Tensor], num_workers: int, scale: float) -> list[Tensor]:
     """Clipped means of gradients, which are equal on all workers: new tensors, by the rule for one worker's gradient."""
     unscaled = [mean.float() / scale for mean in means]
-    norms = [_norm(mean) if clip.needs_norms else None for mean in unscaled]
+    norms = [
+        float(torch.linalg.vector_norm(mean, dtype=torch.float64)) if clip.needs_norms else None for mean in unscaled
+    ]
     return [clip.apply(mean, num_workers, norm) * scale for mean, norm in zip(unscaled, norms, strict=True)]
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:

@@ -34,7 +34,7 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, NamedTensors, check_agreement, copy_changed, result_buffers
+from ..base import Averager, Before, NamedTensors, check_agreement, copy_changed, result_buffers
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
@@ -273,7 +273,7 @@ class Mean(Averager):
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
-        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
+        return Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
 
     def _job(self, state: MeanState, targets: NamedTensors, comm: Communicator, scale: float) -> tuple[Job, Codec]:
         """Compensate, and describe what to encode and how."""
@@ -351,9 +351,7 @@ class Mean(Averager):
 
     # ---- when workers come and go ----
 
-    def regroup(
-        self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
         super().regroup(state, tensors, comm, before)
         if self.rule is not None and state.rule is not None:
@@ -431,13 +429,7 @@ class Mean(Averager):
         return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 
     def _finish(
-        self,
-        state: MeanState,
-        job: Job,
-        flight: PendingExchange,
-        encoded: NamedTensors,
-        dense: NamedTensors,
-        scale: float,
+        self, state: MeanState, flight: PendingExchange, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
         while flight.finish is None:
@@ -445,7 +437,7 @@ class Mean(Averager):
                 under_way.advance()
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
-        totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
+        totals, dense_total = result_buffers(outs), torch.zeros_like(flight.job.dense)
         follows = self._follows_line
         decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
         finite = flight.finish(totals, dense_total)
@@ -453,7 +445,7 @@ class Mean(Averager):
             state.arrived(flight, state.clock.seconds.get("decode", 0.0) - decoded)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
-            means = means if self.clip is None else clip_means(self.clip, means, job.comm.size, scale)
+            means = means if self.clip is None else clip_means(self.clip, means, flight.job.comm.size, scale)
             if self.memory is not None:
                 for (name, _), total in zip(encoded, totals, strict=True):
                     self.memory.decoded(state.memory, name, total, scale)

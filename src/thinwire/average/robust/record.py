@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...membership import WHOLE, State, pending, shared
+from ..base import Before
 from .base import Messages, Rule, dots
 
 HEAVY = 0.5  # a message that is clipped to less than this share of its norm counts as wrong
@@ -139,7 +140,7 @@ class RuleState(State):
             stacklevel=2,
         )
 
-    def regroup(self, before: Sequence[int | None] | None, size: int) -> None:
+    def regroup(self, before: Before, size: int) -> None:
         """Follow workers to their new ranks; new ones start afresh."""
         old = [None] * size if before is None else before
         known = [rank if rank is not None and rank < len(self.wrong_rounds) else None for rank in old]

@@ -268,7 +268,7 @@ class PendingExchange:
     """
 
     def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job):
-        self._begin, self._job = begin, job
+        self._begin, self.job = begin, job
         self._stages: Stages | None = None
         self._pending: Handle | None = None
         self.finish: Finish | None = None
@@ -279,20 +279,20 @@ class PendingExchange:
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
         if self.finish is None:
-            before = self._job.comm.ledger.bytes_sent
+            before = self.job.comm.ledger.bytes_sent
             self.finish = self._issue()
             self.steps += 1
-            self.num_bytes += self._job.comm.ledger.bytes_sent - before
+            self.num_bytes += self.job.comm.ledger.bytes_sent - before
 
     def _issue(self) -> Finish | None:
         result = None
         if self._stages is None:
-            begun = self._begin(self._job)
+            begun = self._begin(self.job)
             if not isinstance(begun, Generator):
                 return begun
             self._stages = begun
         elif self._pending is not None:
-            with self._job.clock("wait"):
+            with self.job.clock("wait"):
                 result = self._pending.wait()
         try:
             self._pending = self._stages.send(result)
