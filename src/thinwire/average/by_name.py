@@ -164,6 +164,7 @@ class ByName(Averager):
         states = {pattern: child.init(parts[pattern], comm, seed) for pattern, child in self._children.items()}
         state = ByNameState(states, owners)
         for child, child_state in self._with(state):
+            # One clock, so that the phases of all children add up.
             check_state(child_state, child).clock = state.clock
         return state
 

@@ -77,6 +77,7 @@ class LocalMomentum(Memory):
     ) -> None:
         """The momentum of the mean of a tensor that travelled dense."""
         if not encoded:
+            # Under a lossless codec, tensors that are usually encoded travel dense too.
             pair = state.mean_momentum.get(name) or state.momentum[name]
             self._move(state, pair, mean, scale)
             mean.copy_((pair.spare * scale).view(mean.shape))

@@ -141,6 +141,7 @@ class MomentumCorrection(Memory):
         """Apply ordinary momentum to the mean of a tensor that travelled dense."""
         if encoded:
             return
+        # Under a lossless codec, tensors that are usually encoded travel dense too.
         u = state.mean_momentum.get(name) or state.momentum[name]
         g = mean.reshape(-1).float() / scale
         if self.nesterov:

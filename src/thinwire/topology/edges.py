@@ -127,6 +127,7 @@ def _checked_edges(topology: Topology, edges: Iterable[Sequence[Any]]) -> list[t
     name = type(topology).__name__
     checked = [tuple(edge) for edge in edges]
     for edge in checked:
+        # NumPy's integers are `Integral` too.
         if len(edge) != 2 or not all(isinstance(rank, Integral) and int(rank) >= 0 for rank in edge):
             raise ValueError(f"{name}: an edge is a pair of ranks such as (0, 1), got {edge!r}")
         if edge[0] == edge[1]:

@@ -77,6 +77,7 @@ def _cycle(rates: Rows, least: float) -> tuple[int, ...] | None:
     while subset:
         if not ends:
             return None
+        # The lowest of several ends, so that equal input gives an equal ring.
         last = (ends & -ends).bit_length() - 1
         path.append(last + 1)
         subset &= ~(1 << last)
@@ -128,6 +129,7 @@ def shares(rates: Sequence[float]) -> tuple[float, ...]:
     size = len(rates)
     if size <= 2 or not any(rates):
         return (1 / size,) * size
+    # A share below zero means none: leave out the slowest until all shares are positive.
     fastest = sorted((rate for rate in rates if rate > 0), reverse=True)
     while fastest:
         time = (len(fastest) + size - 2) / sum(fastest)

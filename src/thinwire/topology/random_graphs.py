@@ -46,6 +46,7 @@ class UniformStream:
         self._bits = np.random.PCG64(np.random.SeedSequence((seed, size, attempt)))
 
     def __call__(self, count: int) -> np.ndarray:
+        # The upper 53 bits: as many as a float64 has.
         return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
@@ -149,6 +150,7 @@ def _connect(peers: list[set[int]], i: int, j: int) -> None:
 
 
 def _rewire(peers: list[set[int]], i: int, j: int, uniform: UniformStream) -> None:
+    # It ends: the caller has checked that a rank is left.
     new = uniform.below(len(peers))
     while new == i or new in peers[i]:
         new = uniform.below(len(peers))

@@ -161,6 +161,7 @@ class GossipAverager(Averager):
         state.topology = self._topology_of(comm.size)
         if state.topology != self.topology and comm.rank == 0:
             warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
+        # Workers that left took their part of the weight with them.
         weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64, device=comm.device)).wait()
         state.weight *= comm.size / weights.item()
         if state.memory is not None:

@@ -119,6 +119,7 @@ class ClippedGossip(GossipAverager):
 
     def _factors(self, clipping: Clipping, own: Tensor, received: dict[int, Tensor]) -> dict[int, float]:
         """The factor of each neighbour's difference. Neighbours whose values are not finite are left out."""
+        # One neighbour at a time, so that only one difference takes memory.
         norms = [norms_of((theirs - own)[None]).view(1) for theirs in received.values()]
         found: list[float] = torch.cat(norms).tolist() if norms else []
         distances = {peer: d if math.isfinite(d) else math.inf for peer, d in zip(received, found, strict=True)}

@@ -158,6 +158,7 @@ class Moniqua(GossipAverager):
                 payloads = [payload, *(codes_of(received[peer]) for peer in holding)]
                 kernels.modular.add(targets, payloads, weights, self.bits)
                 finite = all(edge.is_finite for edge in edges.values())
+                # Codes cannot carry NaN, and values that are not finite spread in any gossip.
                 if not finite:
                     for target in targets:
                         target.fill_(math.nan)

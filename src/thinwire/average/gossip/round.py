@@ -39,6 +39,7 @@ def add_vector(change: Tensor) -> Apply:
 
 def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own_weight: float = 0.0) -> Apply:
     """Add `own_weight own + sum_k weights[k] (theirs[k] - own)`, vectors of float32 or float64, as they were sent."""
+    # The kernel adds float32 alone.
     if own.dtype == torch.float32:
         return lambda targets: kernels.mix.add(targets, own, theirs, weights, own_weight)
     return lambda targets: add_vector(kernels.mix.change_of(own, theirs, weights, own_weight))(targets)
@@ -124,6 +125,7 @@ class Round:
             A function that waits, and returns what `merge` makes of it.
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
+        # A worker without neighbours in this step has no message to size buffers by.
         like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
         receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
         handle = self.comm.exchange(messages, receives)

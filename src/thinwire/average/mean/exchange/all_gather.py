@@ -38,6 +38,7 @@ class AllGather(Exchange):
             if job.codec.traits.fixed_size:
                 handle = job.comm.all_gather(message)
             else:
+                # The limit bounds the memory that an announced size can take.
                 handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
 
         def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:

@@ -55,6 +55,7 @@ class HierarchicalReduce(Exchange):
         node = Node(job.comm, job.workers_per_node)
         own = take(job)
         num_bytes = job.message_nbytes(job.tensors, job.dense)
+        # All workers decide alike: it follows from sizes that all of them know.
         forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
         node_sum = yield from node.reduce(own)
@@ -137,6 +138,7 @@ class Node:
             yield self.comm.exchange({self.leader: own}, {})
             return own
         parts = yield self.comm.exchange({}, {member: debug.empty_like(own) for member in self.members})
+        # Parts come in rank order, so the sum has the same bits in every run.
         total = own.clone()
         for part in parts.values():
             total += part
@@ -196,12 +198,14 @@ def launched_nodes(comm: Communicator) -> int:
     if comm.layout is not None:
         return comm.layout.workers_per_node
     local_size, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    # A part of the launcher's workers need not fill its nodes.
     if local_size is None or size != str(comm.size) or local_size == size:
         return 1
     places = comm.gather_objects([local_size, os.environ.get("LOCAL_RANK", "0")])
     nodes = int(local_size) if local_size.isdecimal() else 0
     if nodes and all(place == [local_size, str(rank % nodes)] for rank, place in enumerate(places)):
         return nodes
+    # All workers have the same list, so that one warning is enough.
     if comm.rank == 0:
         warnings.warn(
             f"Mean(exchange='auto') ignores nodes: ranks {places} (LOCAL_WORLD_SIZE, LOCAL_RANK) are not nodes of equal "

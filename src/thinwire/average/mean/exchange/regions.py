@@ -84,6 +84,7 @@ class Regions:
 
     def indices(self, positions: Tensor, counts: list[int]) -> Tensor:
         """Undo `positions`."""
+        # An empty segment has no positions, and no inverse modulo 0.
         inverse = [pow(a, -1, n) if n else 0 for a, n in zip(self.multipliers, self.numels, strict=True)]
         of = self._per_coordinate(counts, inverse, positions.device)
         return ((positions - of[2]) * of[1] % of[0]).int()
@@ -134,6 +135,7 @@ def spread(numel: int) -> int:
         >>> spread(1000)
         619
     """
+    # Multiples of the golden section lie far apart modulo `numel`.
     multiplier = round(numel * 0.6180339887498949)
     while math.gcd(multiplier, numel) != 1:
         multiplier += 1
