@@ -267,7 +267,7 @@ class Mean(Averager):
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         job, codec = self._job(state, targets, comm, scale)
         word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
-        flight = PendingExchange(EXCHANGES[word].begin, job)
+        flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
         if self._follows_line:
             flight.waited = state.waited_seconds
         for earlier in state.flights:
