@@ -51,7 +51,11 @@ class Memory(Algorithm, ABC):
     """What a worker keeps between rounds; the module's docstring is the contract."""
 
     has_momentum: ClassVar[bool] = False
-    needs_mean: ClassVar[bool] = False
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether it relies on the mean over all workers."""
+        return False
 
     @property
     def needs_support(self) -> bool:

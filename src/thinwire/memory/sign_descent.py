@@ -51,6 +51,10 @@ class SignDescent(Memory):
         )
 
     @property
+    def needs_mean(self) -> bool:
+        return self.memory.needs_mean
+
+    @property
     def needs_support(self) -> bool:
         return self.memory.needs_support
 
