@@ -257,8 +257,7 @@ class Mean(Averager):
             size=comm.size,
             workers_per_node=nodes,
             merged=self.granularity != "layer",
-            remembers=self.memory is not None,
-            needs_support=self._needs_support,
+            memory=self.memory,
         )
         return cheapest(load).word, nodes
 

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from ....codec import Codec
+from ....memory import Memory
 from .base import Finish, Job, Stages, message_nbytes
 
 # An exchange that loses twice must send this many times fewer bytes to be chosen: the second encoding of `scatter_reduce`
@@ -32,8 +33,7 @@ class Load:
         size: number of workers, W.
         workers_per_node: N.
         merged: whether all tensors are encoded as one segment.
-        remembers: whether a memory keeps what is lost.
-        needs_support: whether that memory learns which coordinates were sent.
+        memory: keeps what is lost; None if nothing does.
     """
 
     codec: Codec
@@ -42,8 +42,7 @@ class Load:
     size: int
     workers_per_node: int = 1
     merged: bool = False
-    remembers: bool = False
-    needs_support: bool = False
+    memory: Memory | None = None
 
 
 class Exchange(ABC):

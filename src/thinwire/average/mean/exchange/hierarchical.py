@@ -49,7 +49,7 @@ class HierarchicalReduce(Exchange):
         return (size // workers_per_node - 1) * message
 
     def suits(self, load: Load) -> bool:
-        return load.workers_per_node > 1 and not load.needs_support
+        return load.workers_per_node > 1 and not (load.memory is not None and load.memory.needs_support)
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)

@@ -48,14 +48,14 @@ class HierarchicalSparse(Exchange):
         return regions_nbytes(load, load.size // load.workers_per_node)
 
     def suits(self, load: Load) -> bool:
-        return load.workers_per_node > 1 and load.remembers and load.codec.traits.sparse is not None
+        return load.workers_per_node > 1 and load.memory is not None and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
-        layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
+        layout = layout_of(parts_of(job.codec), [t.numel() for t in job.tensors], len(node.leaders), job.merged)
         own = take(job)
         node_sum = yield from node.reduce(own)
         message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
@@ -84,12 +84,6 @@ class HierarchicalSparse(Exchange):
                 return leave(summed, layout, totals, dense_total, job)
 
         return finish
-
-
-def _numels(job: Job) -> list[int]:
-    """Elements of each segment."""
-    numels = [t.numel() for t in job.tensors]
-    return [sum(numels)] if job.merged and numels else numels
 
 
 def _sizes(layout: Regions, job: Job) -> list[int]:

@@ -87,7 +87,7 @@ class SparseReduce(Exchange):
         return regions_nbytes(load, load.size)
 
     def suits(self, load: Load) -> bool:
-        return load.remembers and load.codec.traits.sparse is not None
+        return load.memory is not None and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)
@@ -223,8 +223,12 @@ class SparseReduction:
             payload, lacks = self._encode_pieces(i, v, counts[owner], owner, owner + 1)
             payloads.append([payload])
             lacking.append(lacks)
-        lossless = all(lacks is None for lacks in lacking)
-        return payloads, None if lossless else _joined(lacking, totals, values.device)
+        if all(lacks is None for lacks in lacking):
+            return payloads, None
+        zeros = torch.zeros_like(values).split(totals)
+        return payloads, torch.cat(
+            [zero if lacks is None else lacks for lacks, zero in zip(lacking, zeros, strict=True)]
+        )
 
     def _sections(self, counts: list[list[int]], regions: list[list[Piece]]) -> list[tuple[int, ...]] | None:
         """The sections of the payload of each region, with so many coordinates of its pieces; None if it cannot be cut."""
@@ -336,8 +340,9 @@ def parts_of(codec: Codec) -> SparseParts:
     )
 
 
-def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
-    """The regions of `size` workers for segments of `numels` elements."""
+def layout_of(parts: SparseParts, numels: Sequence[int], size: int, merged: bool = False) -> Regions:
+    """The regions of `size` workers for segments of `numels` elements, or for one of all of them if `merged`."""
+    numels = [sum(numels)] if merged and numels else numels
     return regions(tuple(numels), tuple(parts.sparsifier.count(n) for n in numels), size)
 
 
@@ -355,7 +360,7 @@ def regions_nbytes(load: Load, size: int) -> int:
     where workers select as many coordinates in each region as are kept there, and a little more otherwise.
     """
     numels, parts = [shape.numel() for shape in load.shapes], parts_of(load.codec)
-    layout = layout_of(parts, [sum(numels)] if load.merged and numels else numels, size)
+    layout = layout_of(parts, numels, size, load.merged)
     return size * (max(message_sizes(parts, layout, load.dense_numel)) + max(header_nbytes(layout)) // 2)
 
 
@@ -370,13 +375,6 @@ def header_nbytes(layout: Regions) -> list[int]:
 def _repeat(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """`counts[i]` times `starts[i]`, int64."""
     return uploaded(device, starts).repeat_interleave(uploaded(device, counts), output_size=sum(counts))
-
-
-def _joined(lost: list[Tensor | None], counts: list[int], device: torch.device) -> Tensor:
-    """One vector, with zeros where nothing was lost."""
-    return torch.cat(
-        [torch.zeros(n, device=device) if lacks is None else lacks for lacks, n in zip(lost, counts, strict=True)]
-    )
 
 
 def _contains(some: Tensor, others: Tensor) -> Tensor:
