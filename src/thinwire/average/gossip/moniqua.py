@@ -68,9 +68,8 @@ class Moniqua(GossipAverager):
 
     Example:
         >>> import thinwire as tw
-        >>> averager = tw.Moniqua(tw.Ring(), theta=0.5)
-        >>> averager.delta, averager.modulus
-        (0.3333333333333333, 3.0)
+        >>> tw.Moniqua(tw.Ring(), theta=0.5).modulus
+        3.0
     """
 
     topology: Topology = field(default_factory=Ring)
@@ -89,11 +88,6 @@ class Moniqua(GossipAverager):
     def num_steps(self) -> int:
         """Steps from the lowest level to the highest."""
         return (1 << self.bits) - 1
-
-    @property
-    def delta(self) -> float:
-        """Bound of the rounding error, as a fraction of the modulus."""
-        return 1.0 / self.num_steps
 
     @property
     def modulus(self) -> float:
