@@ -154,16 +154,7 @@ def links_of(topology: Topology, step: int, size: int) -> tuple[Links, Links]:
         start, phase = topology._phase(step)
         return links_of(phase, step - start, size)
     if isinstance(topology, Hierarchical) and size > 1:
-        return _links_of_hierarchy(topology, step, size)
+        per_node, inner = topology.workers_per_node, links_of(topology.inner, step, topology.num_nodes(size))
+        between, within = ({(a * per_node, b * per_node) for a, b in links} for links in inner)  # of leaders
+        return between, within | {(leader, rank) for rank in range(size) if (leader := topology.leader(rank)) != rank}
     return {(rank, peer) for rank in range(size) for peer in topology.neighbours(rank, step, size).sends}, set()
-
-
-def _links_of_hierarchy(topology: Hierarchical, step: int, size: int) -> tuple[Links, Links]:
-    per_node = topology.workers_per_node
-    between, within = links_of(topology.inner, step, topology.num_nodes(size))
-    members = {(topology.leader(rank), rank) for rank in range(size) if rank != topology.leader(rank)}
-    return _of_leaders(between, per_node), members | _of_leaders(within, per_node)
-
-
-def _of_leaders(links: Links, per_node: int) -> Links:
-    return {(a * per_node, b * per_node) for a, b in links}
