@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -107,30 +106,25 @@ def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total:
     return job.decode(payloads, totals, job.scale / len(messages), job.keys)
 
 
-@dataclass(frozen=True)
 class Node:
-    """The node of this worker: `workers_per_node` consecutive ranks, led by the first."""
+    """The node of this worker: `workers_per_node` consecutive ranks, led by the first.
 
-    comm: Communicator
-    workers_per_node: int
+    Args:
+        comm: all workers.
+        workers_per_node: how many.
 
-    @property
-    def leader(self) -> int:
-        return self.comm.rank - self.comm.rank % self.workers_per_node
+    Attributes:
+        leader: the rank of its leader.
+        members: all other ranks of the node.
+        leaders: the leaders of all nodes.
+    """
 
-    @property
-    def is_leader(self) -> bool:
-        return self.comm.rank == self.leader
-
-    @property
-    def members(self) -> range:
-        """All ranks of the node except the leader."""
-        return range(self.leader + 1, self.leader + self.workers_per_node)
-
-    @property
-    def leaders(self) -> range:
-        """The leaders of all nodes."""
-        return range(0, self.comm.size, self.workers_per_node)
+    def __init__(self, comm: Communicator, workers_per_node: int):
+        self.comm = comm
+        self.leader = comm.rank - comm.rank % workers_per_node
+        self.is_leader = comm.rank == self.leader
+        self.members = range(self.leader + 1, self.leader + workers_per_node)
+        self.leaders = range(0, comm.size, workers_per_node)
 
     def reduce(self, own: Tensor) -> Generator[Handle, Any, Tensor]:
         """Send `own` to the leader. Returns the sum in rank order on the leader, and `own` on other members."""
