@@ -338,8 +338,9 @@ def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[A
 
 def forget(state: State) -> None:
     """Make what is pending what it is between two rounds."""
-    for name in _of_kind(state, "pending"):
-        setattr(state, name, kinds(state)[name].default())
+    for name, kind in kinds(state).items():
+        if kind.name == "pending":
+            setattr(state, name, kind.default())
     for child in _children(state):
         forget(child)
 

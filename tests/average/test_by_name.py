@@ -205,6 +205,7 @@ def test_mistakes_of_the_constructor():
         (lambda: tw.ByName({}), "at least one pattern"),
         (lambda: tw.ByName(tw.Mean()), r"averagers must be a dict such as .*got Mean\(\)"),
         (lambda: tw.ByName({"": tw.Mean()}), "a pattern must be a text"),
+        (lambda: tw.ByName((("*", tw.Mean()), ("*", SPARSE))), r"give each pattern once, got \['\*', '\*'\]"),
         (lambda: tw.ByName({"*": tw.TopK(0.1)}), r"averager of '\*' must give all workers one mean.*got TopK"),
         (lambda: tw.ByName({"*": tw.Mix(tw.Ring())}), r"averager of '\*' must give all workers one mean.*got Mix"),
         (

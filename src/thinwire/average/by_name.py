@@ -109,9 +109,6 @@ class ByName(Averager):
         )
         pairs = tuple(given.items()) if isinstance(given, Mapping) else given
         require(len(pairs) > 0, "ByName: give at least one pattern, such as '*'")
-        require(
-            len(dict(pairs)) == len(pairs), f"ByName: give each pattern once, got {[pattern for pattern, _ in pairs]}"
-        )
         for pattern, averager in pairs:
             require(
                 isinstance(pattern, str) and pattern != "",
@@ -122,6 +119,8 @@ class ByName(Averager):
                 f"ByName: the averager of {pattern!r} must give all workers one mean, as Mean and PowerSGD do, got "
                 f"{averager!r}",
             )
+        patterns = [pattern for pattern, _ in pairs]
+        require(len(set(patterns)) == len(patterns), f"ByName: give each pattern once, got {patterns}")
         with_momentum = [pattern for pattern, averager in pairs if averager.traits.has_momentum]
         require(
             len(with_momentum) in (0, len(pairs)),
