@@ -58,6 +58,7 @@ class Shift(Memory):
         difference = state.difference[name]
         flat = gradient.detach().reshape(-1).to(torch.float32)
         torch.sub(flat / scale, state.estimate[name], out=difference)
+        # Encoding overwrites `difference` with its residual, and what was sent is the rest.
         state.sent[name].copy_(difference)
         state.pending.add(name)
         return difference

@@ -269,6 +269,7 @@ class Mean(Averager):
         flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
         if self._follows_line:
             flight.waited = state.waited_seconds
+        # Exchanges under way advance when one begins or is waited for: in the same order on all workers.
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
@@ -285,6 +286,7 @@ class Mean(Averager):
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         all_dense = self._is_dense_round(codec)
+        # With a shared key all workers draw what rank 0 does.
         rank, step = 0 if codec.traits.shared_key else comm.rank, state.progress.step
         job = Job(
             comm=comm,

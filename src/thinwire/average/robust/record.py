@@ -78,6 +78,7 @@ class RuleState(State):
             self.regroup(None, size)
         finite = dots(rows, rows).isfinite().tolist()  # a square of float32 is finite in float64
         present = [rank for rank in range(size) if finite[rank] and rank not in self.set_aside]
+        # Fewer than half may all be wrong: a result that is not finite stops the round on all workers.
         if not present or 2 * len(present) < size:
             return torch.full_like(rows[0], float("nan"))
         center = torch.cat([self.center[name] for name in names]) if rule.has_center else None

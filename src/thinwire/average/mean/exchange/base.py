@@ -129,6 +129,7 @@ class Job:
             if self.selection is None or sparse is None:
                 payload = self.codec.encode(segments, used, residuals)
             else:
+                # Memory has selected, so there is one, and the segments receive their residuals.
                 flat = [s.view(-1) for s in segments]
                 payload = sparse.encode_topk(self.selection, flat, [key.mixed() for key in used], flat)
             if self.merged and self.keep_residual:
@@ -226,6 +227,7 @@ class Job:
         for weight, group in groupby(zip(weights, messages, strict=True), key=itemgetter(0)):
             payloads = add_dense([message for _, message in group], dense_total, weight)
             flags.append(self.decode(payloads, others, weight, self.keys))
+            # The first weight writes into `totals`; the others write into buffers that are added.
             if others is not totals:
                 torch._foreach_add_(totals, others)
             others = [torch.empty_like(total) for total in totals]

@@ -65,6 +65,7 @@ class Regions:
     def _region(self, ends: list[int], first: int, last: int) -> list[Piece]:
         """The pieces between two numbers of kept coordinates."""
         pieces = []
+        # From the segment in which coordinate `first` lies.
         for s in range(bisect_right(ends, first) - 1, len(self.numels)):
             begin, end = max(first, ends[s]), min(last, ends[s + 1])
             if begin < end:
