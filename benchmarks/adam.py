@@ -103,7 +103,7 @@ def settings_of(optimizer: str, method: Method) -> Optimizer:
     if optimizer == "adamw":
         return GPT_SMALL.optimizer
     schedule = LearningRateSchedule(warmup_fraction=0.1)
-    kind = DGCSGD if tw.parse(method.strategy).averager.has_momentum else SGD
+    kind = DGCSGD if tw.parse(method.strategy).averager.traits.has_momentum else SGD
     return kind(SGD_LEARNING_RATE, weight_decay=0.0, momentum=0.9, nesterov=False, schedule=schedule)
 
 

@@ -193,7 +193,7 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
-        if not strategy_of(self.strategy).averager.gives_one_mean:
+        if not strategy_of(self.strategy).averager.traits.gives_one_mean:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
         for number in self.processes:

@@ -91,7 +91,9 @@ def worker(
         model = DistributedDataParallel(model, bucket_cap_mb=0.001)
     if mesh is not None:
         fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.has_momentum else 0.9)
+    optimizer = torch.optim.SGD(
+        model.parameters(), lr=0.05, momentum=0.0 if parsed.averager.traits.has_momentum else 0.9
+    )
     handle: Any = tw.attach(model, optimizer, parsed, comm=comm, seed=seed)
     if not parsed.models_differ:
         comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)

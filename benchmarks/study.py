@@ -109,7 +109,7 @@ SEEDS = (0, 1, 2)
 def optimizer_for(strategy: str):
     """The recipe's; with a learning rate of its own where one is named, without momentum where the averager has its own."""
     ours = digits().optimizer
-    momentum = 0.0 if tw.parse(strategy).averager.has_momentum else ours.momentum
+    momentum = 0.0 if tw.parse(strategy).averager.traits.has_momentum else ours.momentum
     return replace(ours, learning_rate=LEARNING_RATES.get(strategy, ours.learning_rate), momentum=momentum)
 
 

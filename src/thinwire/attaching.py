@@ -119,6 +119,6 @@ def _meant(value: Any, text: str) -> str:
         return f'{text} is a {part[0]}; write "{name}({part[1]})"'
     if not isinstance(value, (Averager, Pairwise)):
         return f'expected a strategy such as "Gradients(Mean())", got {text}'
-    name = "Asynchronous" if not value.has_rounds else "Gradients" if value.gives_one_mean else "Gossip"
+    name = "Asynchronous" if not value.traits.has_rounds else "Gradients" if value.traits.gives_one_mean else "Gossip"
     lacks_memory = isinstance(value, Mean) and value.cautions
     return f'{text} is an averager; write "{name}({text[:-1] + ", ErrorFeedback())" if lacks_memory else text})"'

@@ -147,7 +147,7 @@ class State:
             value = getattr(self, name)
             loaded = kind.form.load(self, value, saved[name]) if kind.form else _loaded(value, saved[name], name)
             setattr(self, name, loaded)
-        _forget(self)
+        forget(self)
 
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """`redistribute` calls it first, to make what `saved`, of a worker before, has and this state has not."""
@@ -239,7 +239,7 @@ def untie(state: State) -> None:
 def rewind(state: State, saved: Mapping[str, Any]) -> None:
     """Go back, in place, to what `state_dict` returned before a round that was given up, however far it came."""
     # First: a state of gossip refuses to load while its round is in flight.
-    _forget(state)
+    forget(state)
     state.load_state_dict(saved)
 
 
@@ -326,7 +326,8 @@ def _each(value: Any, theirs: Sequence[Any], change: Callable[[State, Sequence[A
     return value.state_dict() if None in theirs else change(value, theirs)
 
 
-def _forget(state: State) -> None:
+def forget(state: State) -> None:
+    """Make what is pending what it is between two rounds."""
     for one, name, kind in _all_fields(state):
         if kind.name == "pending":
             setattr(one, name, kind.default())

@@ -244,14 +244,11 @@ class _Reader:
 
     def _unknown(self, name: str) -> str:
         near = suggestion(name, self.names)
-        return (
-            f"unknown name {name!r}{near}" if near.endswith("?") else f"unknown name {name!r}{near}; see thinwire list"
-        )
+        return f"unknown name {name!r}{near}{'' if near.endswith('?') else '; see thinwire list'}"
 
     def _error(self, node: ast.expr | ast.keyword, message: str) -> ValueError:
-        if len(self.text) > 60:
-            return ValueError(f"{message} (at column {node.col_offset + 1})")
-        return ValueError(f"{message} (at column {node.col_offset + 1} of {self.text!r})")
+        where = f" of {self.text!r}" if len(self.text) <= 60 else ""
+        return ValueError(f"{message} (at column {node.col_offset + 1}{where})")
 
 
 def _short(text: str) -> str:

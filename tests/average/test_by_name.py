@@ -205,6 +205,7 @@ def test_mistakes_of_the_constructor():
         (lambda: tw.ByName({}), "at least one pattern"),
         (lambda: tw.ByName(tw.Mean()), r"averagers must be a dict such as .*got Mean\(\)"),
         (lambda: tw.ByName({"": tw.Mean()}), "a pattern must be a text"),
+        (lambda: tw.ByName((("*", tw.Mean()), ("*", SPARSE))), r"give each pattern once, got \['\*', '\*'\]"),
         (lambda: tw.ByName({"*": tw.TopK(0.1)}), r"averager of '\*' must give all workers one mean.*got TopK"),
         (lambda: tw.ByName({"*": tw.Mix(tw.Ring())}), r"averager of '\*' must give all workers one mean.*got Mix"),
         (
@@ -234,8 +235,8 @@ def test_mistakes_found_when_attaching():
 
 
 def test_it_suits_parameters_if_all_children_do():
-    assert tw.ByName({"a*": tw.Mean(), "*": tw.Mean()}).suits_parameters
-    assert not tw.ByName({"a*": tw.Mean(), "*": SPARSE}).suits_parameters
+    assert tw.ByName({"a*": tw.Mean(), "*": tw.Mean()}).traits.suits_parameters
+    assert not tw.ByName({"a*": tw.Mean(), "*": SPARSE}).traits.suits_parameters
 
 
 def test_equal_by_value_and_by_order():

@@ -70,7 +70,7 @@ def run_steps(comm, averager, num_steps=3, scale=1.0, state=None, start=0):
     results = []
     for step in range(start, start + num_steps):
         tensors = [(name, scale * g) for name, g in gradients(comm.rank, step)]
-        calls = [tensors] if averager.whole_model else [tensors[3:], tensors[:3]]
+        calls = [tensors] if averager.traits.whole_model else [tensors[3:], tensors[:3]]
         for handle in [averager.step(state, part, comm, scale) for part in calls]:
             handle.wait()
         assert averager.commit(state)
@@ -254,7 +254,9 @@ def test_one_call_of_the_codec_for_all_owners_gives_the_same(codec, granularity,
         assert_equal(some, others)
     for some, others in zip(map(leaves, same), map(leaves, memories), strict=True):
         assert_equal([some], [others])
-    steps = 3 * 3 * (1 if averager.whole_model else 2)  # of all workers; each encodes the sum of what it owns, too
+    steps = (
+        3 * 3 * (1 if averager.traits.whole_model else 2)
+    )  # of all workers; each encodes the sum of what it owns, too
     assert fewer <= 2 * steps < num_calls
 
 

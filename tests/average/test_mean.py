@@ -140,7 +140,7 @@ def test_only_granularity_model_needs_everything_at_once(averager):
     if averager.granularity == "layer" and averager.exchange != "sparse_reduce":
         together = tw.LocalWorld(3).run(lambda comm: run_steps(comm, averager, 1)[0])[0][0]
         assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
-    assert averager.whole_model == (averager.granularity == "model")
+    assert averager.traits.whole_model == (averager.granularity == "model")
 
 
 def memories(saved):

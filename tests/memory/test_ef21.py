@@ -127,3 +127,11 @@ def test_a_saved_state_resumes_bit_for_bit():
 def test_powersgd_refuses_a_memory_with_momentum():
     with pytest.raises(ValueError, match="memory without momentum, such as ErrorFeedback"):
         tw.PowerSGD(memory=tw.MomentumCorrection())
+
+
+def test_sign_descent_needs_the_mean_where_its_memory_does():
+    memory = tw.memory.SignDescent(tw.memory.EF21())
+    with pytest.raises(ValueError, match="SignDescent.* needs the mean over all workers"):
+        tw.Mean(tw.TopK(0.1), memory, exchange="all_gather", divide_by="senders")
+    with pytest.raises(ValueError, match="SignDescent.* needs the mean over all workers"):
+        tw.Mean(tw.QSGD(bits=4), memory, rule=tw.average.Krum(faulty=1))

@@ -147,7 +147,7 @@ def train(comm, averager, num_steps, lr, scales=(1.0,)):
     for step in range(num_steps):
         scale = scales[step % len(scales)]
         tensors = [(name, gradient(comm.rank, name, value) * scale) for name, value in x.items()]
-        parts = [tensors] if averager.whole_model else [tensors[2:], tensors[:2]]
+        parts = [tensors] if averager.traits.whole_model else [tensors[2:], tensors[:2]]
         for handle in [averager.step(state, part, comm, scale) for part in parts]:
             handle.wait()
         assert averager.commit(state)
@@ -335,7 +335,7 @@ def test_clips_by_their_definition():
 def test_the_global_norm_is_that_of_all_workers():
     """Clipped at factor * sqrt(1/W sum |g_i|^2) of each tensor, seen in what goes into memory."""
     averager = tw.Mean(tw.TopK(0.01), MomentumCorrection(masking=False), clip=tw.average.ClipValueByGlobalNorm(0.1))
-    assert averager.whole_model
+    assert averager.traits.whole_model
     memories = tw.LocalWorld(3).run(lambda comm: train(comm, averager, 1, 0.05)[1])
     for name in ("w", "v"):
         gs = [gradient(rank, name, torch.zeros(SHAPES[name])).view(-1) for rank in range(3)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -189,8 +189,8 @@ class Own(tw.Mix):
     """Leaves every worker a value of its own, and claims one mean."""
 
     @property
-    def gives_one_mean(self):
-        return True
+    def traits(self):
+        return replace(super().traits, gives_one_mean=True)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Averagers: how workers agree. `base` has the contract, `gossip/base` that of gossip; one algorithm, one file."""
 
 from .base import Averager
-from .by_name import ByName, ByNameState
+from .by_name import ByName
 from .gossip.base import GossipAverager, GossipState
 from .gossip.choco import Choco
 from .gossip.clipped_gossip import ClippedGossip
@@ -29,7 +29,6 @@ __all__ = [
     "Averager",
     "Bucketing",
     "ByName",
-    "ByNameState",
     "CenteredClipping",
     "Choco",
     "Clip",

@@ -23,6 +23,8 @@ commits them.
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
 tells the averager that other workers take part from now on.
 
+Traits. `traits` is the one record of what an averager is: `traits.py` lists them.
+
 Averagers of parameters have a contract of their own on top of this one, for overlap and memory: see `gossip/base.py`.
 
 Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so; what is remembered is unscaled.
@@ -37,16 +39,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..codec import Codec
 from ..comm import Communicator, Handle
 from ..kernels import Flag
-from ..membership import untie
+from ..membership import forget, untie
 from ..memory import Memory
 from ..topology import Topology
+from .traits import AveragerTraits
 
 NamedTensors = Sequence[tuple[str, Tensor]]
+
+_PLAIN = AveragerTraits()
+
+Before = Sequence[int | None] | None
+"""For each worker its rank in the last round, or None if it is new; None if all are new."""
 
 Pending = Callable[[], Callable[[NamedTensors], None]]
 """Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
@@ -56,64 +64,9 @@ class Averager(Algorithm, ABC):
     """See the module's text for the contract."""
 
     @property
-    def whole_model(self) -> bool:
-        """Whether a round must be one call of `step` with all tensors."""
-        return False
-
-    @property
-    def needs_names(self) -> bool:
-        """Whether it only suits models whose parameters have certain names."""
-        return False
-
-    @property
-    def has_momentum(self) -> bool:
-        """Whether the result carries momentum already, so that the optimizer must not apply its own."""
-        return False
-
-    @property
-    def has_rounds(self) -> bool:
-        """Whether all workers average at the same time, in rounds; `Pairwise` alone has none."""
-        return True
-
-    @property
-    def gives_one_mean(self) -> bool:
-        """Whether a round leaves the same mean on all workers; gossip leaves each worker a value of its own."""
-        return True
-
-    @property
-    def suits_parameters(self) -> bool:
-        """Whether values themselves may be averaged, round after round; lossy codecs suit gradients and changes alone."""
-        return False
-
-    @property
-    def keeps_mean(self) -> bool:
-        """Whether gossip keeps the mean over workers; clipping does not."""
-        return True
-
-    @property
-    def leaves_out_nonfinite(self) -> bool:
-        """Whether a round continues without a worker whose values are not finite; otherwise no worker commits it."""
-        return False
-
-    @property
-    def mixes_plainly(self) -> bool:
-        """Whether a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds."""
-        return False
-
-    @property
-    def suits_adam(self) -> bool:
-        """Whether optimizers that divide by the root of mean squares train about as well by it as by dense gradients."""
-        return True
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
-        return False
-
-    @property
-    def sends_alone(self) -> bool:
-        """Whether a worker makes its message without the others, and any set of messages can be merged; see `message`."""
-        return False
+    def traits(self) -> AveragerTraits:
+        """What the averager promises and demands. A class attribute serves where no field matters."""
+        return _PLAIN
 
     def sends_at_once(self, state: Any) -> bool:
         """Whether `step` sends all that can be sent by then, so that `wait` may come late without delaying the others."""
@@ -139,16 +92,14 @@ class Averager(Algorithm, ABC):
         """What was found out or chosen in the last rounds, by name; empty where nothing is."""
         return {}
 
-    def regroup(
-        self, state: Any, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: Any, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Continue with other workers. All of them call it together, between two rounds; it may communicate.
 
         Args:
             state: of this worker.
             tensors: those of `init`.
             comm: connects the workers of the next round.
-            before: for each of them its rank in the last round, or None if it is new; None if all are new.
+            before: their ranks in the last round.
         """
         untie(state)
 
@@ -167,33 +118,13 @@ class Averager(Algorithm, ABC):
         """
         raise NotImplementedError(f"{self} replaces tensors, so its rounds cannot end while tensors change")
 
-    def message(self, state: Any, tensors: NamedTensors, comm: Communicator) -> Tensor:
-        """Begin a round alone: what `step` would send, (num_bytes,) uint8. Some `merge` has it later, and `commit` or `discard`
-        ends the round. Only where an averager `sends_alone`."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
-    def message_nbytes(self, tensors: NamedTensors) -> int:
-        """The most bytes of a `message` of these tensors."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
-    def merge(
-        self,
-        state: Any,
-        messages: Sequence[Tensor],
-        weights: Sequence[float],
-        tensors: NamedTensors,
-        comm: Communicator,
-    ) -> Flag:
-        """Overwrite tensors with `sum_i weights[i] decoded(messages[i])`, added in this order; returns whether it is finite."""
-        raise NotImplementedError(f"{self} needs the other workers to make a message")
-
     @abstractmethod
     def commit(self, state: Any) -> bool:
         """End the round: keep what memory learned if every result was finite. Returns whether it was."""
 
-    @abstractmethod
     def discard(self, state: Any) -> None:
-        """Abandon the round that was begun; memory stays as it was."""
+        """Abandon the round that was begun: forget the fields of the state, and of the memory in it, that are `pending`."""
+        forget(state)
 
 
 def averager_of_part(value: object, text: str) -> tuple[str, str] | None:
@@ -259,3 +190,9 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
             if torch.promote_types(t.dtype, result.dtype) != t.dtype:
                 narrow.append(t)
     return kernels.all_finite(narrow)
+
+
+def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
+    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
+    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]

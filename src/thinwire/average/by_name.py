@@ -10,10 +10,11 @@ exchanges overlap with the backward pass. If one child waits between its collect
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar
+from functools import cached_property
+from typing import Any
 
 from .. import kernels
 from ..algorithm import require
@@ -22,7 +23,8 @@ from ..comm import Communicator, Handle
 from ..membership import State, check_state, config, nested
 from ..options import require_kind
 from ..schedule import Progress
-from .base import Averager, NamedTensors, check_agreement
+from .base import Averager, Before, NamedTensors, check_agreement
+from .traits import AveragerTraits
 
 
 @dataclass
@@ -31,11 +33,11 @@ class ByNameState(State):
 
     Args:
         children: the state of each child, by its pattern.
-        owners: tensor name -> position of the child that averages it.
+        owners: tensor name -> pattern of the child that averages it.
     """
 
     children: dict[str, Any] = nested()
-    owners: dict[str, int] = config()
+    owners: dict[str, str] = config()
     clock: Clock = config(default_factory=Clock)
 
     @property
@@ -98,8 +100,6 @@ class ByName(Averager):
         [1.5, 1.5, 1.5, 1.5]
     """
 
-    needs_names: ClassVar[bool] = True
-
     averagers: Mapping[str, Averager] | tuple[tuple[str, Averager], ...]
 
     def __post_init__(self) -> None:
@@ -115,11 +115,13 @@ class ByName(Averager):
                 f"ByName: a pattern must be a text such as '*', got {pattern!r}",
             )
             require(
-                isinstance(averager, Averager) and averager.gives_one_mean,
+                isinstance(averager, Averager) and averager.traits.gives_one_mean,
                 f"ByName: the averager of {pattern!r} must give all workers one mean, as Mean and PowerSGD do, got "
                 f"{averager!r}",
             )
-        with_momentum = [pattern for pattern, averager in pairs if averager.has_momentum]
+        patterns = [pattern for pattern, _ in pairs]
+        require(len(set(patterns)) == len(patterns), f"ByName: give each pattern once, got {patterns}")
+        with_momentum = [pattern for pattern, averager in pairs if averager.traits.has_momentum]
         require(
             len(with_momentum) in (0, len(pairs)),
             f"ByName: the averagers of {with_momentum} apply momentum and the others do not, but one optimizer serves "
@@ -128,32 +130,25 @@ class ByName(Averager):
         object.__setattr__(self, "averagers", pairs)
 
     def __repr__(self) -> str:
-        return f"ByName({dict(self._pairs)!r})"
+        return f"ByName({self._children!r})"
 
-    @property
-    def _pairs(self) -> tuple[tuple[str, Averager], ...]:
-        assert isinstance(self.averagers, tuple)  # `__post_init__` made it so
-        return self.averagers
+    @cached_property
+    def _children(self) -> dict[str, Averager]:
+        return dict(self.averagers)
 
-    @property
-    def _children(self) -> list[Averager]:
-        return [averager for _, averager in self._pairs]
-
-    @property
-    def whole_model(self) -> bool:
-        return any(child.whole_model for child in self._children)
-
-    @property
-    def has_momentum(self) -> bool:
-        return self._children[0].has_momentum
-
-    @property
-    def suits_parameters(self) -> bool:
-        return all(child.suits_parameters for child in self._children)
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        each = [child.traits for child in self._children.values()]
+        return AveragerTraits(
+            whole_model=any(traits.whole_model for traits in each),
+            needs_names=True,
+            has_momentum=each[0].has_momentum,
+            suits_parameters=all(traits.suits_parameters for traits in each),
+        )
 
     def _with(self, state: ByNameState) -> list[tuple[Averager, Any]]:
         """The children with their states."""
-        return list(zip(self._children, state.children.values(), strict=True))
+        return [(child, state.children[pattern]) for pattern, child in self._children.items()]
 
     def sends_at_once(self, state: ByNameState) -> bool:
         return all(child.sends_at_once(s) for child, s in self._with(state))
@@ -163,45 +158,48 @@ class ByName(Averager):
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> ByNameState:
         check_agreement(self, tensors, comm, seed)
-        patterns = [pattern for pattern, _ in self._pairs]
         owners = self._owners([name for name, _ in tensors], comm.rank)
-        parts = _split(tensors, owners, len(patterns))
-        states = [child.init(part, comm, seed) for child, part in zip(self._children, parts, strict=True)]
-        state = ByNameState(dict(zip(patterns, states, strict=True)), owners)
+        parts = _split(tensors, owners, self._children)
+        states = {pattern: child.init(parts[pattern], comm, seed) for pattern, child in self._children.items()}
+        state = ByNameState(states, owners)
         for child, child_state in self._with(state):
+            # One clock, so that the phases of all children add up.
             check_state(child_state, child).clock = state.clock
         return state
 
-    def _owners(self, names: list[str], rank: int) -> dict[str, int]:
-        """Which child averages which tensor."""
-        patterns, owners = [pattern for pattern, _ in self._pairs], {}
-        for name in names:
-            matching = (i for i, pattern in enumerate(patterns) if fnmatchcase(name, pattern))
-            owners[name] = next(matching, -1)
-        unmatched = [name for name, owner in owners.items() if owner < 0]
+    def _owners(self, names: list[str], rank: int) -> dict[str, str]:
+        """The pattern of each tensor."""
+        patterns = list(self._children)
+        # No pattern is empty, so that "" stands for none.
+        owners = {name: next((p for p in patterns if fnmatchcase(name, p)), "") for name in names}
+        unmatched = [name for name, owner in owners.items() if not owner]
         require(
             not unmatched,
             f"rank {rank}: ByName has no pattern for {unmatched[:5]}, got {patterns}; add '*' as the last pattern",
         )
-        for i, pattern in enumerate(patterns):
+        for pattern in patterns:
             earlier = any(fnmatchcase(name, pattern) for name in names)
             why = "earlier patterns match all of its parameters" if earlier else f"the parameters are {names[:5]}"
             require(
-                i in owners.values(),
+                pattern in owners.values(),
                 f"rank {rank}: ByName's pattern {pattern!r} gets no parameter: {why}; remove or reorder it",
             )
         return owners
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
-        parts = _split(tensors, state.owners, len(state.children))
-        work = [w for w in zip(self._with(state), parts, strict=True) if w[1]]
+        parts = _split(tensors, state.owners, self._children)
 
         def begin() -> list[Handle]:
-            return [child.step(child_state, part, comm, scale) for (child, child_state), part in work]
+            each = zip(self._with(state), parts.values(), strict=True)
+            return [child.step(child_state, part, comm, scale) for (child, child_state), part in each if part]
 
-        if self.sends_at_once(state):
-            return _together(begin())
-        return Handle(lambda: _together(begin()).wait())
+        begun = begin() if self.sends_at_once(state) else None
+
+        def wait() -> None:
+            for handle in begin() if begun is None else begun:
+                handle.wait()
+
+        return Handle(wait)
 
     def commit(self, state: ByNameState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -216,27 +214,15 @@ class ByName(Averager):
 
     def diagnostics(self, state: ByNameState) -> dict[str, float]:
         """Those of the children, behind their patterns."""
-        found = [(p, child.diagnostics(s)) for (p, _), (child, s) in zip(self._pairs, self._with(state), strict=True)]
-        return {f"{pattern}/{name}": value for pattern, child in found for name, value in child.items()}
+        found = {pattern: child.diagnostics(state.children[pattern]) for pattern, child in self._children.items()}
+        return {f"{pattern}/{name}": value for pattern, child in found.items() for name, value in child.items()}
 
-    def regroup(
-        self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
-        parts = _split(tensors, state.owners, len(state.children))
-        for (child, child_state), part in zip(self._with(state), parts, strict=True):
+    def regroup(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
+        parts = _split(tensors, state.owners, self._children)
+        for (child, child_state), part in zip(self._with(state), parts.values(), strict=True):
             child.regroup(child_state, part, comm, before)
 
 
-def _split(tensors: NamedTensors, owners: dict[str, int], num_children: int) -> list[NamedTensors]:
+def _split(tensors: NamedTensors, owners: Mapping[str, str], patterns: Iterable[str]) -> dict[str, NamedTensors]:
     """The tensors of each child, in the order in which they came."""
-    return [[pair for pair in tensors if owners[pair[0]] == i] for i in range(num_children)]
-
-
-def _together(handles: list[Handle]) -> Handle:
-    """A handle that waits for all of these in their order."""
-
-    def wait() -> None:
-        for handle in handles:
-            handle.wait()
-
-    return Handle(wait)
+    return {pattern: [pair for pair in tensors if owners[pair[0]] == pattern] for pattern in patterns}

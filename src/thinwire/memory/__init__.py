@@ -4,10 +4,10 @@ from .base import Memory
 from .diana import DIANA
 from .ef21 import EF21
 from .error_feedback import ErrorFeedback, ErrorFeedbackState
-from .local_momentum import LocalMomentum, LocalMomentumState
-from .loco import LoCo, LoCoState
-from .momentum import MomentumCorrection, MomentumState
-from .shift import Shift, ShiftState
+from .local_momentum import LocalMomentum
+from .loco import LoCo
+from .momentum import MomentumCorrection
+from .shift import Shift
 from .sign_descent import SignDescent
 
 __all__ = [
@@ -16,13 +16,9 @@ __all__ = [
     "ErrorFeedback",
     "ErrorFeedbackState",
     "LoCo",
-    "LoCoState",
     "LocalMomentum",
-    "LocalMomentumState",
     "Memory",
     "MomentumCorrection",
-    "MomentumState",
     "Shift",
-    "ShiftState",
     "SignDescent",
 ]

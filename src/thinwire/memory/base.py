@@ -9,7 +9,8 @@ The contract of a round:
 
 `compensate(state, name, gradient, scale)` returns a flat float32 buffer that the state owns. The averager encodes this
 buffer with itself as the residual: afterwards it holds what the payload did not carry. Memory changes in `commit` only,
-so a round in which any worker meets an infinite gradient leaves no trace.
+so a round in which any worker meets an infinite gradient leaves no trace. What belongs to the round alone is in fields of the
+kind `pending`.
 
 Mean. A memory with `needs_mean` relies on the decoded mean being that of all workers' payloads.
 
@@ -41,6 +42,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import Algorithm
 from ..codec import Selection
+from ..membership import forget
 
 NamedTensors = Sequence[tuple[str, Tensor]]
 
@@ -49,7 +51,11 @@ class Memory(Algorithm, ABC):
     """What a worker keeps between rounds; the module's docstring is the contract."""
 
     has_momentum: ClassVar[bool] = False
-    needs_mean: ClassVar[bool] = False
+
+    @property
+    def needs_mean(self) -> bool:
+        """Whether it relies on the mean over all workers."""
+        return False
 
     @property
     def needs_support(self) -> bool:
@@ -68,9 +74,9 @@ class Memory(Algorithm, ABC):
     def commit(self, state: Any) -> None:
         """Keep what changed since the last commit."""
 
-    @abstractmethod
     def discard(self, state: Any) -> None:
-        """Forget what changed since the last commit."""
+        """Forget what changed since the last commit: the fields of the state that are `pending`."""
+        forget(state)
 
     def compensate_all(
         self, state: Any, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None

@@ -68,6 +68,7 @@ class ErrorFeedback(Memory):
 
     def compensate(self, state: ErrorFeedbackState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         x = state.spare[name]
+        # Added in the gradient's shape: a gradient that is not contiguous needs no flat copy.
         shape = gradient.shape
         torch.add(state.residual[name].view(shape), gradient, alpha=1.0 / scale, out=x.view(shape))
         state.pending.add(name)
@@ -103,7 +104,4 @@ class ErrorFeedback(Memory):
             state.residual[name], state.spare[name] = state.spare[name], state.residual[name]
             if self.decay != 1:
                 state.residual[name].mul_(self.decay)  # here, so that the fused passes need not know of it
-        state.pending.clear()
-
-    def discard(self, state: ErrorFeedbackState) -> None:
         state.pending.clear()

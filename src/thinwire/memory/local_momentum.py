@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..membership import State, config, own, shared
+from ..membership import State, config, own, pending, shared
 from ..options import require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 from .momentum import PAIRS, Pair, pairs
@@ -22,11 +22,13 @@ class LocalMomentumState(State):
         momentum: u of encoded tensors.
         mean_momentum: u of the mean of dense tensors.
         sent: the values to send; after encoding, what the payload did not carry, which is dropped.
+        pending: the buffers of momentum that were written since the last commit.
     """
 
     momentum: dict[str, Pair] = own(form=PAIRS)
     mean_momentum: dict[str, Pair] = shared(form=PAIRS)
     sent: dict[str, Tensor] = config()
+    pending: list[Pair] = pending(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
@@ -67,7 +69,7 @@ class LocalMomentum(Memory):
         return LocalMomentumState(pairs(tensors), pairs(dense), zeros_like_flat(tensors))
 
     def compensate(self, state: LocalMomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        self._move(state.momentum[name], gradient, scale)
+        self._move(state, state.momentum[name], gradient, scale)
         return state.sent[name].copy_(state.momentum[name].spare)
 
     def decoded(
@@ -75,19 +77,17 @@ class LocalMomentum(Memory):
     ) -> None:
         """The momentum of the mean of a tensor that travelled dense."""
         if not encoded:
+            # Under a lossless codec, tensors that are usually encoded travel dense too.
             pair = state.mean_momentum.get(name) or state.momentum[name]
-            self._move(pair, mean, scale)
+            self._move(state, pair, mean, scale)
             mean.copy_((pair.spare * scale).view(mean.shape))
 
     def commit(self, state: LocalMomentumState) -> None:
-        for pair in (*state.momentum.values(), *state.mean_momentum.values()):
-            pair.commit()
+        for pair in state.pending:
+            pair.swap()
+        state.pending.clear()
 
-    def discard(self, state: LocalMomentumState) -> None:
-        for pair in (*state.momentum.values(), *state.mean_momentum.values()):
-            pair.is_pending = False
-
-    def _move(self, pair: Pair, gradient: Tensor, scale: float) -> None:
+    def _move(self, state: LocalMomentumState, pair: Pair, gradient: Tensor, scale: float) -> None:
         flat = gradient.detach().reshape(-1).float()
         torch.add(pair.kept * self.momentum, flat, alpha=(1 - self.momentum) / scale, out=pair.spare)
-        pair.is_pending = True
+        state.pending.append(pair)

@@ -49,6 +49,7 @@ class LoCoState(State):
     def store(self, name: str, error: Tensor) -> None:
         """Round e to 8 bits: to the nearest multiple of the smallest power of two that reaches its largest magnitude."""
         peak = error.abs().max() / 127 if error.numel() else error.new_zeros(())
+        # A power of two, so that e / scale is exact, and saving and loading keep its bits.
         scale = torch.where(peak > 0, torch.exp2(torch.ceil(torch.log2(peak.clamp(min=2.0**-126)))), 0.0)
         self.scales[name] = scale
         self.codes[name].copy_(torch.where(scale > 0, error / scale, 0.0).round())
@@ -105,7 +106,4 @@ class LoCo(Memory):
         for name in state.pending:
             kept = state.error(name) * (1 - self.beta)
             state.store(name, torch.zeros_like(kept) if clears else kept.add_(state.sent[name], alpha=self.beta))
-        state.pending.clear()
-
-    def discard(self, state: LoCoState) -> None:
         state.pending.clear()

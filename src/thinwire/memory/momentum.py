@@ -21,7 +21,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..codec import Selection
-from ..membership import Form, State, load_tensors, own, shared
+from ..membership import Form, State, load_tensors, own, pending, shared
 from ..options import require_number
 from .base import Memory, NamedTensors, zeros_like_flat
 
@@ -32,12 +32,10 @@ class Pair:
 
     kept: Tensor
     spare: Tensor
-    is_pending: bool = False
 
-    def commit(self) -> None:
-        """Swap the buffers if the spare one was written since the last commit."""
-        if self.is_pending:
-            self.kept, self.spare, self.is_pending = self.spare, self.kept, False
+    def swap(self) -> None:
+        """Keep what was written to the spare buffer."""
+        self.kept, self.spare = self.spare, self.kept
 
 
 def pairs(tensors: NamedTensors) -> dict[str, Pair]:
@@ -48,8 +46,6 @@ def pairs(tensors: NamedTensors) -> dict[str, Pair]:
 
 def _load_pairs(state: State, loaded: dict[str, Pair], saved: Mapping[str, Tensor]) -> dict[str, Pair]:
     load_tensors({name: pair.kept for name, pair in loaded.items()}, saved, "momentum")
-    for pair in loaded.values():
-        pair.is_pending = False
     return loaded
 
 
@@ -65,15 +61,13 @@ class MomentumState(State):
         momentum: u of the tensors that are encoded.
         velocity: v of these.
         mean_momentum: u of the mean of those that travel dense.
+        pending: those whose spare buffer was written since the last commit.
     """
 
     momentum: dict[str, Pair] = own(form=PAIRS)
     velocity: dict[str, Pair] = own(form=PAIRS)
     mean_momentum: dict[str, Pair] = shared(form=PAIRS)
-
-    def pairs(self) -> list[Pair]:
-        """All buffers."""
-        return [*self.momentum.values(), *self.velocity.values(), *self.mean_momentum.values()]
+    pending: list[Pair] = pending(default_factory=list)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,6 +141,7 @@ class MomentumCorrection(Memory):
         """Apply ordinary momentum to the mean of a tensor that travelled dense."""
         if encoded:
             return
+        # Under a lossless codec, tensors that are usually encoded travel dense too.
         u = state.mean_momentum.get(name) or state.momentum[name]
         g = mean.reshape(-1).float() / scale
         if self.nesterov:
@@ -155,16 +150,13 @@ class MomentumCorrection(Memory):
         else:
             torch.add(u.kept * self.momentum, g, out=u.spare)
             update = u.spare
-        u.is_pending = True
+        state.pending.append(u)
         mean.copy_((update * scale).view(mean.shape))
 
     def commit(self, state: MomentumState) -> None:
-        for pair in state.pairs():
-            pair.commit()
-
-    def discard(self, state: MomentumState) -> None:
-        for pair in state.pairs():
-            pair.is_pending = False
+        for pair in state.pending:
+            pair.swap()
+        state.pending.clear()
 
     def _rule(self, scale: float) -> kernels.momentum.Momentum:
         return kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
@@ -172,8 +164,7 @@ class MomentumCorrection(Memory):
     def _buffers(self, state: MomentumState, tensors: NamedTensors) -> kernels.momentum.Buffers:
         """Gradients, u and v as flat segments, and the buffers for the new u and v."""
         us, vs = [state.momentum[name] for name, _ in tensors], [state.velocity[name] for name, _ in tensors]
-        for pair in (*us, *vs):
-            pair.is_pending = True
+        state.pending += us + vs
         flat = [g.detach().reshape(-1).float() for _, g in tensors]
         return kernels.momentum.Buffers(
             flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ..membership import State, config, own, pending, shared
+from ..membership import State, config, forget, own, pending, shared
 from .base import Memory, NamedTensors, zeros_like_flat
 
 
@@ -39,11 +39,6 @@ class ShiftState(State):
     pending_mean: dict[str, Tensor] = pending(default_factory=dict)
     pending: set[str] = pending(default_factory=set)
 
-    def forget(self) -> None:
-        """Drop what is pending."""
-        self.pending.clear()
-        self.pending_mean.clear()
-
 
 class Shift(Memory):
     """A memory of running estimates; the module's docstring has the equations."""
@@ -63,6 +58,7 @@ class Shift(Memory):
         difference = state.difference[name]
         flat = gradient.detach().reshape(-1).to(torch.float32)
         torch.sub(flat / scale, state.estimate[name], out=difference)
+        # Encoding overwrites `difference` with its residual, and what was sent is the rest.
         state.sent[name].copy_(difference)
         state.pending.add(name)
         return difference
@@ -79,7 +75,4 @@ class Shift(Memory):
             state.estimate[name].add_(state.sent[name] - state.difference[name], alpha=self.rate)
         for name, mean in state.pending_mean.items():
             state.mean[name].copy_(mean)
-        state.forget()
-
-    def discard(self, state: ShiftState) -> None:
-        state.forget()
+        forget(state)

@@ -51,6 +51,10 @@ class SignDescent(Memory):
         )
 
     @property
+    def needs_mean(self) -> bool:
+        return self.memory.needs_mean
+
+    @property
     def needs_support(self) -> bool:
         return self.memory.needs_support
 
@@ -76,6 +80,3 @@ class SignDescent(Memory):
 
     def commit(self, state: Any) -> None:
         self.memory.commit(state)
-
-    def discard(self, state: Any) -> None:
-        self.memory.discard(state)

@@ -232,7 +232,7 @@ def programs_of(
     """
     averager, rhythm = strategy.averager, strategy.rhythm
     assert isinstance(averager, Averager), "one without rounds has no program"
-    calls = [shapes * rhythm.copies] if averager.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
+    calls = [shapes * rhythm.copies] if averager.traits.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
     if is_even:
         made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
     else:
@@ -251,7 +251,7 @@ def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, worker
     averager = planned(averager, workers)
     if not is_circulant(averager, workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node)
-    if averager.gives_one_mean and not uses_nodes(averager):
+    if averager.traits.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers)
         return (first.shifted(rank, workers) for rank in range(workers_per_node))
     if has_leaders(averager):

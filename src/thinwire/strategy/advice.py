@@ -64,7 +64,7 @@ def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.
     return [
         f"{type(optimizer).__name__} trains worse by {part} than by dense gradients; Mean(QSGD(bits=4)) suits it"
         for part in strategy.walk()
-        if isinstance(part, Averager) and not part.suits_adam
+        if isinstance(part, Averager) and not part.traits.suits_adam
     ]
 
 

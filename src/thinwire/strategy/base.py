@@ -292,7 +292,7 @@ class AveragerAttachment(Attachment):
 
         Buffers, such as running statistics, are each worker's own between two means.
         """
-        record, model, is_common = self._record, self._model, self.averager.gives_one_mean
+        record, model, is_common = self._record, self._model, self.averager.traits.gives_one_mean
         comm.share("averager", lambda: shared_part(record), lambda part: load_shared(record, part), is_common)
         buffers = {name for name, _ in model.named_buffers()}
 

@@ -157,7 +157,7 @@ class Averaging(Strategy[A_co]):
     @property
     def suits_elastic(self) -> bool:
         """Whether workers may come and go while it trains."""
-        return self.averager.has_rounds
+        return self.averager.traits.has_rounds
 
     @property
     def counts_commits(self) -> bool:
@@ -167,7 +167,7 @@ class Averaging(Strategy[A_co]):
     @property
     def has_common_steps(self) -> bool:
         """Whether all workers take equally many steps between two rounds."""
-        return self.averager.has_rounds and not self.counts_commits
+        return self.averager.traits.has_rounds and not self.counts_commits
 
     @property
     def sends_again(self) -> bool:

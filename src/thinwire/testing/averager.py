@@ -52,11 +52,11 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
             assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
         _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)])
-        if averager.gives_one_mean:
+        if averager.traits.gives_one_mean:
             for rank in range(size):
                 assert _same(plain[rank], plain[0]), f"{averager}: rank {rank} of {size} has other bits than rank 0"
             finite = world.run(_infinite, averager)
-            if averager.leaves_out_nonfinite and size > 1:
+            if averager.traits.leaves_out_nonfinite and size > 1:
                 assert all(finite), f"{averager}, {size} workers: one infinite worker stopped a round"
             else:
                 assert not any(finite), f"{averager}, {size} workers: an infinity was committed"
@@ -87,7 +87,7 @@ def _check_membership(averager: Averager, size: int, other: int) -> None:
 def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> None:
     before, after = (torch.stack(list(side)) for side in zip(*results, strict=True))
     drift = (after.mean(0) - before.mean(0)).abs().max().item()
-    assert drift <= 1e-3 or not averager.keeps_mean, (
+    assert drift <= 1e-3 or not averager.traits.keeps_mean, (
         f"{averager}: the mean over {len(results)} workers moved by {drift}"
     )
     spread = [(x - x.mean(0)).norm().item() for x in (before, after)]
@@ -108,7 +108,7 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> li
             state = averager.init(tensors, comm, seed=5)
             state.load_state_dict(saved)
         for (_, t), (_, value) in zip(tensors, _tensors(comm.rank, step), strict=True):
-            if averager.gives_one_mean or step == 0:
+            if averager.traits.gives_one_mean or step == 0:
                 t.copy_(value)
         averager.step(state, tensors, comm).wait()
         assert averager.commit(state), f"{averager}: a finite round is called not finite"

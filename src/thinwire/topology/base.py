@@ -37,9 +37,8 @@ import numpy as np
 from ..algorithm import Algorithm
 
 SUM_TOLERANCE = 1e-12  # sums of up to some thousand float64 weights near 1/W
-ZERO_MODULUS = (
-    1e-12  # rounding leaves 1e-17 if a product averages exactly, and the root over the period would enlarge it
-)
+# Rounding leaves 1e-17 where a product averages exactly, and the root over the period would enlarge it.
+ZERO_MODULUS = 1e-12
 
 
 class Neighbours(NamedTuple):

@@ -26,6 +26,7 @@ class Bipartite(OddDistances):
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
         distances = self._distances_at(step, size)
         weight = 1.0 / (len(distances) + 1)
+        # One side adds the distance that the other one subtracts, so that both name each other.
         sign = 1 if self.is_active(rank) else -1
         peers = [(rank + sign * d) % size for d in distances]
         return Neighbours(dict.fromkeys(peers, weight), dict.fromkeys(peers, weight), weight)

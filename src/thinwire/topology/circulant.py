@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
+from ..options import require_integer
 from .base import Neighbours, Topology
 
 Groups = tuple[tuple[int, ...], ...]  # one group of distances a step, in the order of the period
@@ -44,9 +45,8 @@ class Circulant(ByDistance):
 @lru_cache(maxsize=256)
 def _distinct_groups(topology: ByDistance, size: int) -> Groups:
     groups = tuple(distinct(group, size) for group in topology._groups(size))
-    same = (
-        len({frozenset(group) for group in groups}) == 1
-    )  # bidirectional distances 1 and 2 are one graph where W is 3
+    # Bidirectional distances 1 and 2 are one graph where W is 3.
+    same = len({frozenset(group) for group in groups}) == 1
     return groups[:1] if same else groups
 
 
@@ -64,11 +64,6 @@ def windows(distances: tuple[int, ...], peers: int) -> Groups:
 
 def both_signs(distances: Iterable[int]) -> list[int]:
     return [signed for d in distances for signed in (d, -d)]
-
-
-def check_peers(topology: Topology, peers: int) -> None:
-    if peers < 1:
-        raise ValueError(f"{topology!r} needs peers >= 1, got {peers}")
 
 
 def check_peers_exist(topology: Topology, peers: int, num_distances: int, size: int) -> None:
@@ -136,7 +131,7 @@ class OddDistances(ByDistance):
     static: bool = False
 
     def __post_init__(self) -> None:
-        check_peers(self, self.peers)
+        require_integer(f"{type(self).__name__}: peers", self.peers, 1)
 
     @abstractmethod
     def _distances(self, size: int) -> Iterable[int]: ...
@@ -227,7 +222,7 @@ class Exponential(Circulant):
     alternating: bool = False
 
     def __post_init__(self) -> None:
-        check_peers(self, self.peers)
+        require_integer(f"{type(self).__name__}: peers", self.peers, 1)
         if self.alternating and (self.static or self.bidirectional):
             raise ValueError(f"{self!r}: alternating sends one sign a step; leave out static and bidirectional")
 

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from ..options import require_integer
 from .base import Neighbours, Topology
 
 Links = set[tuple[int, int]]  # (sender, receiver)
@@ -40,8 +41,7 @@ class Phases(Topology):
         starts = [start for start, _ in self.phases]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"Phases: phases must start at 0 and ascend, got the starts {starts}")
-        if self.steps_per_epoch < 1:
-            raise ValueError(f"Phases: steps_per_epoch must be at least 1, got {self.steps_per_epoch}")
+        require_integer("Phases: steps_per_epoch", self.steps_per_epoch, 1)
 
     def _phase(self, step: int) -> tuple[int, Topology]:
         """The first step and the topology of the phase that `step` belongs to."""
@@ -96,8 +96,7 @@ class Hierarchical(Topology):
     workers_per_node: int
 
     def __post_init__(self) -> None:
-        if self.workers_per_node < 1:
-            raise ValueError(f"{self!r}: workers_per_node must be at least 1, got {self.workers_per_node}")
+        require_integer("Hierarchical: workers_per_node", self.workers_per_node, 1)
 
     def node(self, rank: int) -> int:
         """The node of a worker, which is its leader's rank in `inner`."""
@@ -155,16 +154,7 @@ def links_of(topology: Topology, step: int, size: int) -> tuple[Links, Links]:
         start, phase = topology._phase(step)
         return links_of(phase, step - start, size)
     if isinstance(topology, Hierarchical) and size > 1:
-        return _links_of_hierarchy(topology, step, size)
+        per_node, inner = topology.workers_per_node, links_of(topology.inner, step, topology.num_nodes(size))
+        between, within = ({(a * per_node, b * per_node) for a, b in links} for links in inner)  # of leaders
+        return between, within | {(leader, rank) for rank in range(size) if (leader := topology.leader(rank)) != rank}
     return {(rank, peer) for rank in range(size) for peer in topology.neighbours(rank, step, size).sends}, set()
-
-
-def _links_of_hierarchy(topology: Hierarchical, step: int, size: int) -> tuple[Links, Links]:
-    per_node = topology.workers_per_node
-    between, within = links_of(topology.inner, step, topology.num_nodes(size))
-    members = {(topology.leader(rank), rank) for rank in range(size) if rank != topology.leader(rank)}
-    return _of_leaders(between, per_node), members | _of_leaders(within, per_node)
-
-
-def _of_leaders(links: Links, per_node: int) -> Links:
-    return {(a * per_node, b * per_node) for a, b in links}

@@ -9,7 +9,7 @@ from numbers import Integral
 from typing import Any
 
 from .base import Neighbours, Topology
-from .undirected import Adjacency, Undirected, adjacency_of, check_weights, unreachable
+from .undirected import Adjacency, Undirected, adjacency_of, cut_off, unreachable
 
 
 @dataclass(frozen=True, repr=False)
@@ -32,7 +32,7 @@ class Graph(Undirected):
     weights: str = "metropolis"
 
     def __post_init__(self) -> None:
-        check_weights(self, self.weights)
+        super().__post_init__()
         pairs = {tuple(sorted(pair)) for pair in _checked_edges(self, self.edges)}
         object.__setattr__(self, "edges", tuple(sorted(pairs)))
 
@@ -84,7 +84,7 @@ class DirectedGraph(Topology):
 
     @cached_property
     def _cut_off(self) -> list[int]:
-        return sorted({*unreachable(self._receivers), *unreachable(self._senders)})
+        return cut_off(self.edges, len(self._receivers))
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
         own = 1.0 / (1 + len(self._receivers[rank]))
@@ -127,6 +127,7 @@ def _checked_edges(topology: Topology, edges: Iterable[Sequence[Any]]) -> list[t
     name = type(topology).__name__
     checked = [tuple(edge) for edge in edges]
     for edge in checked:
+        # NumPy's integers are `Integral` too.
         if len(edge) != 2 or not all(isinstance(rank, Integral) and int(rank) >= 0 for rank in edge):
             raise ValueError(f"{name}: an edge is a pair of ranks such as (0, 1), got {edge!r}")
         if edge[0] == edge[1]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -76,6 +77,7 @@ def _cycle(rates: Rows, least: float) -> tuple[int, ...] | None:
     while subset:
         if not ends:
             return None
+        # The lowest of several ends, so that equal input gives an equal ring.
         last = (ends & -ends).bit_length() - 1
         path.append(last + 1)
         subset &= ~(1 << last)
@@ -127,6 +129,7 @@ def shares(rates: Sequence[float]) -> tuple[float, ...]:
     size = len(rates)
     if size <= 2 or not any(rates):
         return (1 / size,) * size
+    # A share below zero means none: leave out the slowest until all shares are positive.
     fastest = sorted((rate for rate in rates if rate > 0), reverse=True)
     while fastest:
         time = (len(fastest) + size - 2) / sum(fastest)
@@ -153,27 +156,22 @@ def sites(round_trips: Rows) -> tuple[tuple[int, ...], ...]:
         >>> sites([[0, far, near], [far, 0, far], [near, far, 0]])
         ((0, 2), (1,))
     """
-    size = len(round_trips)
-    pairs = sorted((round_trips[i][j], i, j) for j in range(size) for i in range(j))
-    heights = [length for length, _, _ in _merges(pairs, size)]
-    gaps = [math.log(max(b, 1e-9) / max(a, 1e-9)) for a, b in zip(heights[:-1], heights[1:], strict=True)]
+    merges = _merges(round_trips)
+    lengths = [max(length, 1e-9) for length, _ in merges]
+    gaps = [math.log(b / a) for a, b in pairwise(lengths)]
     widest = max(range(len(gaps)), key=gaps.__getitem__, default=-1)
     if widest < 0 or gaps[widest] < math.log(GAP):
-        return (tuple(range(size)),)
-    cluster = list(range(size))
-    for _, a, b in _merges(pairs, size)[: widest + 1]:
-        cluster = [cluster[a] if at == cluster[b] else at for at in cluster]
-    found: dict[int, list[int]] = {}
-    for worker, at in enumerate(cluster):
-        found.setdefault(at, []).append(worker)
-    return tuple(tuple(workers) for workers in found.values())
+        return (tuple(range(len(round_trips))),)
+    groups = merges[widest][1]
+    return tuple(tuple(worker for worker, at in enumerate(groups) if at == group) for group in dict.fromkeys(groups))
 
 
-def _merges(pairs: Sequence[tuple[float, int, int]], size: int) -> list[tuple[float, int, int]]:
-    """The pairs that join two groups, the nearest first: a minimum spanning tree."""
-    cluster, merges = list(range(size)), []
-    for length, a, b in pairs:
-        if cluster[a] != cluster[b]:
-            merges.append((length, a, b))
-            cluster = [cluster[a] if at == cluster[b] else at for at in cluster]
+def _merges(round_trips: Rows) -> list[tuple[float, list[int]]]:
+    """Each length at which two groups join, the shortest first, and the group of each worker from then on."""
+    size = len(round_trips)
+    groups, merges = list(range(size)), []
+    for length, a, b in sorted((round_trips[i][j], i, j) for j in range(size) for i in range(j)):
+        if groups[a] != groups[b]:
+            groups = [groups[a] if at == groups[b] else at for at in groups]
+            merges.append((length, groups))
     return merges

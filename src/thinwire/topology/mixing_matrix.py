@@ -8,7 +8,7 @@ from functools import cached_property
 from math import fsum, isfinite
 
 from .base import SUM_TOLERANCE, Neighbours, Topology
-from .undirected import adjacency_of, unreachable
+from .undirected import cut_off
 
 
 @dataclass(frozen=True, repr=False)
@@ -62,8 +62,7 @@ class MixingMatrix(Topology):
     @cached_property
     def _cut_off(self) -> list[int]:
         arcs = [(j, i) for i, row in enumerate(self.rows) for j, weight in enumerate(row) if weight > 0 and i != j]
-        backwards = [(i, j) for j, i in arcs]
-        return sorted({r for way in (arcs, backwards) for r in unreachable(adjacency_of(way, len(self.rows)))})
+        return cut_off(arcs, len(self.rows))
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
         sends = {i: row[rank] for i, row in enumerate(self.rows) if i != rank and row[rank] > 0}

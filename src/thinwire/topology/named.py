@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import isqrt
 
-from .undirected import Adjacency, Undirected, adjacency_of, check_weights
+from ..options import require_integer
+from .undirected import Adjacency, Undirected, adjacency_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -23,9 +24,6 @@ class Star(Undirected):
     """
 
     weights: str = "metropolis"
-
-    def __post_init__(self) -> None:
-        check_weights(self, self.weights)
 
     def _adjacent(self, rank: int, size: int) -> Sequence[int]:
         return (0,) if rank else range(1, size)
@@ -48,8 +46,7 @@ class Torus(Undirected):
     rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rows is not None and self.rows < 2:
-            raise ValueError(f"{self!r}: a torus has 2 or more rows, got {self.rows}")
+        require_integer("Torus: rows", self.rows, 2, or_none=True)
 
     def _grid(self, size: int) -> tuple[int, int]:
         rows = self.rows or _most_square_rows(size)
@@ -117,9 +114,6 @@ class DavisSouthernWomen(Undirected):
     """
 
     weights: str = "metropolis"
-
-    def __post_init__(self) -> None:
-        check_weights(self, self.weights)
 
     def _adjacent(self, rank: int, size: int) -> Sequence[int]:
         return _davis()[rank]

@@ -74,24 +74,18 @@ def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
     known = properties(topology, size)
     period = known["period_steps"]
     low, high = known["min_peers"], known["max_peers"]
+    time = "static" if period == 1 else f"repeats every {period} steps"
+    sums = "doubly stochastic" if known["doubly_stochastic"] else "column-stochastic (use push-sum)"
     return [
         ("topology", known["topology"]),
         ("workers", str(size)),
-        ("graph", f"{'directed' if known['directed'] else 'undirected'}, {_time(period)}"),
+        ("graph", f"{'directed' if known['directed'] else 'undirected'}, {time}"),
         ("peers per step", str(low) if low == high else f"{low} to {high}"),
         ("messages per step", f"{known['messages_per_step']:g}"),
-        ("mixing matrix", f"{_sums(known)}, {'symmetric' if known['symmetric'] else 'not symmetric'}"),
+        ("mixing matrix", f"{sums}, {'symmetric' if known['symmetric'] else 'not symmetric'}"),
         ("spectral gap", f"{known['spectral_gap']:.6g}"),
         ("agreement", _agreement(known["spectral_gap"], known["steps_per_tenfold"], period)),
     ]
-
-
-def _time(period: int) -> str:
-    return "static" if period == 1 else f"repeats every {period} steps"
-
-
-def _sums(known: dict[str, Any]) -> str:
-    return "doubly stochastic" if known["doubly_stochastic"] else "column-stochastic (use push-sum)"
 
 
 def _agreement(gap: float, steps: float, period: int) -> str:

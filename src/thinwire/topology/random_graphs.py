@@ -14,7 +14,8 @@ from math import log
 
 import numpy as np
 
-from .undirected import Adjacency, Undirected, adjacency_of, check_weights, unreachable
+from ..options import require_integer, require_number
+from .undirected import Adjacency, Undirected, adjacency_of, unreachable
 
 MAX_ATTEMPTS = 100
 
@@ -23,6 +24,10 @@ class RandomGraph(Undirected):
     """An undirected graph drawn from `_draw(uniform, size)` until it is connected, then remembered."""
 
     seed: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_integer(f"{type(self).__name__}: seed", self.seed, 0)
 
     @abstractmethod
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]: ...
@@ -41,6 +46,7 @@ class UniformStream:
         self._bits = np.random.PCG64(np.random.SeedSequence((seed, size, attempt)))
 
     def __call__(self, count: int) -> np.ndarray:
+        # The upper 53 bits: as many as a float64 has.
         return (self._bits.random_raw(count) >> np.uint64(11)) * 2.0**-53
 
     def below(self, bound: int) -> int:
@@ -58,14 +64,6 @@ def _connected(topology: RandomGraph, size: int) -> Adjacency:
         f"{topology!r} cannot connect {size} workers: {MAX_ATTEMPTS} draws were all disconnected; "
         f"use more edges (a higher probability or degree)"
     )
-
-
-def _check(topology: RandomGraph, name: str, probability: float | None) -> None:
-    check_weights(topology, topology.weights)
-    if topology.seed < 0:
-        raise ValueError(f"{topology!r}: the seed must not be negative, got {topology.seed}")
-    if probability is not None and not 0.0 <= probability <= 1.0:
-        raise ValueError(f"{topology!r}: {name} is a probability between 0 and 1, got {probability}")
 
 
 @dataclass(frozen=True, repr=False)
@@ -90,7 +88,8 @@ class ErdosRenyi(RandomGraph):
     weights: str = "metropolis"
 
     def __post_init__(self) -> None:
-        _check(self, "probability", self.probability)
+        super().__post_init__()
+        require_number("ErdosRenyi: probability", self.probability, least=0, most=1, or_none=True)
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         probability = 2 * log(size) / size if self.probability is None else self.probability
@@ -127,9 +126,9 @@ class WattsStrogatz(RandomGraph):
     weights: str = "metropolis"
 
     def __post_init__(self) -> None:
-        _check(self, "rewire", self.rewire)
-        if self.degree < 2:
-            raise ValueError(f"{self!r}: the degree must be at least 2, got {self.degree}")
+        super().__post_init__()
+        require_number("WattsStrogatz: rewire", self.rewire, least=0, most=1)
+        require_integer("WattsStrogatz: degree", self.degree, 2)
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
@@ -151,6 +150,7 @@ def _connect(peers: list[set[int]], i: int, j: int) -> None:
 
 
 def _rewire(peers: list[set[int]], i: int, j: int, uniform: UniformStream) -> None:
+    # It ends: the caller has checked that a rank is left.
     new = uniform.below(len(peers))
     while new == i or new in peers[i]:
         new = uniform.below(len(peers))

@@ -69,6 +69,7 @@ def _matching(seed: int, step: int, size: int) -> tuple[int, ...]:
     """The peer of each rank; its own rank if it has none."""
     order = np.argsort(UniformStream(seed, size, step)(size), kind="stable").tolist()
     peers = list(range(size))
+    # Of an odd number, the last one stays without a peer.
     for a, b in zip(order[0::2], order[1::2], strict=False):
         peers[a], peers[b] = b, a
     return tuple(peers)

@@ -6,16 +6,19 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from math import fsum
 
+from ..options import require_choice
 from .base import Neighbours, Topology
 
 Adjacency = tuple[tuple[int, ...], ...]  # the sorted peers of every rank
-WEIGHTS = ("metropolis", "uniform")
 
 
 class Undirected(Topology):
     """A static undirected graph given by the peers of each rank, `_adjacent(rank, size)`."""
 
     weights: str = "uniform"  # a field in subclasses with different degrees
+
+    def __post_init__(self) -> None:
+        require_choice(f"{type(self).__name__}: weights", self.weights, ("metropolis", "uniform"))
 
     @abstractmethod
     def _adjacent(self, rank: int, size: int) -> Sequence[int]: ...
@@ -30,11 +33,6 @@ class Undirected(Topology):
         return Neighbours(sends, {peer: 1.0 / (1 + degree) for peer, degree in degrees.items()}, 1.0 / (1 + own))
 
 
-def check_weights(topology: Topology, weights: str) -> None:
-    if weights not in WEIGHTS:
-        raise ValueError(f"{topology!r}: weights must be 'metropolis' or 'uniform', got {weights!r}")
-
-
 def unreachable(adjacency: Sequence[Sequence[int]]) -> list[int]:
     """The ranks that no path from rank 0 reaches."""
     seen, frontier = {0}, [0]
@@ -42,6 +40,13 @@ def unreachable(adjacency: Sequence[Sequence[int]]) -> list[int]:
         frontier = sorted({peer for rank in frontier for peer in adjacency[rank]} - seen)
         seen.update(frontier)
     return [rank for rank in range(len(adjacency)) if rank not in seen]
+
+
+def cut_off(arcs: Iterable[tuple[int, int]], size: int) -> list[int]:
+    """The ranks that no path joins with rank 0 both ways, from pairs (sender, receiver)."""
+    forwards = list(arcs)
+    backwards = [(receiver, sender) for sender, receiver in forwards]
+    return sorted({rank for way in (forwards, backwards) for rank in unreachable(adjacency_of(way, size))})
 
 
 def adjacency_of(arcs: Iterable[tuple[int, int]], size: int) -> Adjacency:

@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import warnings
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -45,11 +45,14 @@ from ...comm import Communicator, Handle
 from ...membership import check_state
 from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
-from ..base import Averager, NamedTensors, Pending, check_agreement
+from ..base import Averager, Before, NamedTensors, Pending, check_agreement
+from ..traits import AveragerTraits
 from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
 from .values import Parts, flat, move, parts_of
+
+_GOSSIP = AveragerTraits(whole_model=True, gives_one_mean=False, suits_parameters=True)
 
 
 class GossipAverager(Averager):
@@ -64,14 +67,17 @@ class GossipAverager(Averager):
         ValueError: topology is not a topology.
     """
 
-    whole_model: ClassVar[bool] = True
-    gives_one_mean: ClassVar[bool] = False
-    suits_parameters: ClassVar[bool] = True
+    is_exact: ClassVar[bool] = False
+    """Whether float64 tensors are carried and added in float64; if not, what is sent of them is rounded to float32."""
 
     topology: Topology
 
     def __post_init__(self) -> None:
         require_kind(f"{type(self).__name__}: topology", self.topology, Topology, "a topology such as Ring()")
+
+    @property
+    def traits(self) -> AveragerTraits:
+        return _GOSSIP
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)
@@ -147,9 +153,7 @@ class GossipAverager(Averager):
 
     # ---- when workers come and go ----
 
-    def regroup(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Derive the neighbours anew; scale push-sum's weights so that they add up to the number of workers again.
 
         A topology that cannot connect this many workers gives way to `Ring()`, until it can again.
@@ -157,6 +161,7 @@ class GossipAverager(Averager):
         state.topology = self._topology_of(comm.size)
         if state.topology != self.topology and comm.rank == 0:
             warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
+        # Workers that left took their part of the weight with them.
         weights = comm.all_reduce(torch.tensor([state.weight], dtype=torch.float64, device=comm.device)).wait()
         state.weight *= comm.size / weights.item()
         if state.memory is not None:
@@ -173,9 +178,7 @@ class GossipAverager(Averager):
             return Ring()
         return self.topology
 
-    def regroup_memory(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
-    ) -> None:
+    def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
         """Restart the memory of edges that have changed; see `Averager.regroup`."""
 
     def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:
@@ -184,13 +187,13 @@ class GossipAverager(Averager):
             x = flat(own)
 
             def begin(near: Neighbours, mean: Parts) -> Arrive:
-                return self.begin(state, Round(comm, progress, *near), mean)
+                return self.begin(state, Round(comm, state.clock, progress, *near), mean)
 
             return lambda: add_vector(mix_nodes(topology, state, comm, x, begin))
         near = topology.neighbours(comm.rank, progress.step, comm.size)
         if not near.receives:  # no change tells whether its own values are finite
             state.finite = kernels.flags.both(state.finite, kernels.all_finite(own))
-        return self.begin(state, Round(comm, progress, *near), own)
+        return self.begin(state, Round(comm, state.clock, progress, *near), own)
 
     def _apply(self, state: GossipState, tensors: NamedTensors, apply: Apply) -> None:
         state.layout.check(tensors)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +14,7 @@ from ...codec import Codec
 from ...comm import Communicator
 from ...membership import State, averaged, config, restart
 from ...schedule import resolve
-from ..base import NamedTensors
+from ..base import Before, NamedTensors
 from .fitted_gossip import FittedGossip
 from .fitted_step import decoded
 from .layout import FLAT, FlatLayout
@@ -97,9 +96,7 @@ class Choco(FittedGossip):
         start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, torch.zeros_like(start, dtype=torch.float64))
 
-    def regroup_memory(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
-    ) -> None:
+    def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
         """Send the copies to the new neighbours, dense, for `d_i` to be the gap to them. A new worker's copy is its value."""
         memory, near = state.memory, state.topology.neighbours(comm.rank, 0, comm.size)
         if before is None or before[comm.rank] is None:
@@ -108,7 +105,7 @@ class Choco(FittedGossip):
                 memory.public.zero_()
         own = memory.public.double()
         memory.gap = torch.zeros_like(own)
-        for peer, theirs in Round(comm, state.progress, *near).exchange(memory.public)().items():
+        for peer, theirs in Round(comm, state.clock, state.progress, *near).exchange(memory.public, dict)().items():
             memory.gap.add_(theirs.double() - own, alpha=near.receives[peer])
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:

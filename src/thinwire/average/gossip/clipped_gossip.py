@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from ...options import require_integer, require_number
 from ...topology import Hierarchical, Ring, Topology
 from ..base import NamedTensors
 from ..robust.base import norms_of
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_doubly_stochastic
 from .round import Apply, Arrive, GossipState, Round, add_differences
@@ -86,8 +87,8 @@ class ClippedGossip(GossipAverager):
         )
 
     @property
-    def keeps_mean(self) -> bool:
-        return self.tau == math.inf
+    def traits(self) -> AveragerTraits:
+        return replace(super().traits, keeps_mean=self.tau == math.inf)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
@@ -107,20 +108,18 @@ class ClippedGossip(GossipAverager):
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
             sent = flat(own)
-        wait = round.exchange(sent)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             with state.clock("decode"):
                 factors = self._factors(state.step_control, sent, received)
             weights = [factor * round.receives[peer] for peer, factor in factors.items()]
             return add_differences(sent, [received[peer] for peer in factors], weights)
 
-        return arrive
+        return round.exchange(sent, merge)
 
     def _factors(self, clipping: Clipping, own: Tensor, received: dict[int, Tensor]) -> dict[int, float]:
         """The factor of each neighbour's difference. Neighbours whose values are not finite are left out."""
+        # One neighbour at a time, so that only one difference takes memory.
         norms = [norms_of((theirs - own)[None]).view(1) for theirs in received.values()]
         found: list[float] = torch.cat(norms).tolist() if norms else []
         distances = {peer: d if math.isfinite(d) else math.inf for peer, d in zip(received, found, strict=True)}

@@ -84,12 +84,8 @@ class FittedGossip(GossipAverager):
 
     def arriving(self, state: GossipState, round: Round, message: Tensor, own_weight: float, absorb: Absorb) -> Arrive:
         """Send this worker's message, and let `absorb` move the targets by all messages, the own one first."""
-        wait = round.exchange(message)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
-
+        def merge(received: dict[int, Tensor]) -> Apply:
             def apply(targets: Parts) -> kernels.Flag:
                 messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
                 weights = [own_weight, *(round.receives[peer] for peer in received)]
@@ -100,4 +96,4 @@ class FittedGossip(GossipAverager):
 
             return apply
 
-        return arrive
+        return round.exchange(message, merge)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
 
 from ...algorithm import require
-from ...membership import Form
+from ...membership import Form, load_tensors
 from ..base import NamedTensors
 
 
@@ -71,8 +70,7 @@ class FlatLayout:
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into the flat vector, in the tensors' shapes."""
-        ends = list(accumulate(shape.numel() for shape in self.shapes))
-        return [flat[end - shape.numel() : end].view(shape) for end, shape in zip(ends, self.shapes, strict=True)]
+        return [part.view(shape) for part, shape in zip(self.parts(flat), self.shapes, strict=True)]
 
     def parts(self, flat: Tensor) -> list[Tensor]:
         """Flat views into the flat vector, one for each tensor."""
@@ -84,14 +82,7 @@ class FlatLayout:
 
     def load(self, flat: Tensor, saved: dict[str, Tensor]) -> Tensor:
         """Overwrite the flat vector by what `named` returned, and return it."""
-        differing = sorted(set(self.names) ^ saved.keys())
-        require(not differing, f"saved memory does not fit these tensors: {differing[:5]} are only in one of them")
-        for name, part in zip(self.names, self.split(flat), strict=True):
-            require(
-                part.shape == saved[name].shape,
-                f"saved memory of {name!r} has shape {tuple(saved[name].shape)}, expected {tuple(part.shape)}",
-            )
-            part.copy_(saved[name])
+        load_tensors(dict(zip(self.names, self.split(flat), strict=True)), saved, "memory")
         return flat
 
 

@@ -48,6 +48,7 @@ class Maxima(State):
         """
         if self.age == 0:
             self.flying = own.clone()
+            # Where steps repeat, so does the number of rounds: the cache of `rounds_to_reach_all` needs one period.
             periodic = self.topology.steps(self.size) == range(self.topology.period(self.size))
             start = step % self.topology.period(self.size) if periodic else step
             self.span = max(1, rounds_to_reach_all(self.topology, self.size, start))

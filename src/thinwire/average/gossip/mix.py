@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from torch import Tensor
+
 from ...topology import Ring, Topology
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_doubly_stochastic, check_stable, check_step_size
 from .round import Apply, Arrive, GossipState, Round, add_differences
@@ -56,8 +59,8 @@ class Mix(GossipAverager):
         check_step_size(self, self.step_size)
 
     @property
-    def mixes_plainly(self) -> bool:
-        return self.step_size == 1.0
+    def traits(self) -> AveragerTraits:
+        return replace(super().traits, mixes_plainly=self.step_size == 1.0)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
@@ -66,12 +69,9 @@ class Mix(GossipAverager):
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
             sent = flat(own)
-        wait = round.exchange(sent)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             weights = [self.step_size * round.receives[peer] for peer in received]
             return add_differences(sent, list(received.values()), weights)
 
-        return arrive
+        return round.exchange(sent, merge)

@@ -68,9 +68,8 @@ class Moniqua(GossipAverager):
 
     Example:
         >>> import thinwire as tw
-        >>> averager = tw.Moniqua(tw.Ring(), theta=0.5)
-        >>> averager.delta, averager.modulus
-        (0.3333333333333333, 3.0)
+        >>> tw.Moniqua(tw.Ring(), theta=0.5).modulus
+        3.0
     """
 
     topology: Topology = field(default_factory=Ring)
@@ -89,11 +88,6 @@ class Moniqua(GossipAverager):
     def num_steps(self) -> int:
         """Steps from the lowest level to the highest."""
         return (1 << self.bits) - 1
-
-    @property
-    def delta(self) -> float:
-        """Bound of the rounding error, as a fraction of the modulus."""
-        return 1.0 / self.num_steps
 
     @property
     def modulus(self) -> float:
@@ -127,15 +121,12 @@ class Moniqua(GossipAverager):
             payload = self._payload(own, state)
             kernels.modular.encode(own, payload, self._key(state, round), self.bits, modulus)
             x = flat(own)  # differences are taken to these values, which may change while the messages fly
-        wait = round.exchange(payload)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             payloads, weights = [payload, *received.values()], [step_size * round.receives[peer] for peer in received]
             return lambda targets: kernels.modular.recover_add(targets, x, payloads, weights, self.bits, modulus)
 
-        return arrive
+        return round.exchange(payload, merge)
 
     def _begin_adapted(self, state: GossipState, control: MoniquaStepControl, round: Round, own: Parts) -> Arrive:
         """`begin` with a bound or a step size from measurements."""
@@ -144,11 +135,9 @@ class Moniqua(GossipAverager):
             payload = self._payload(own, state)
             check, largest = kernels.modular.encode(own, payload, key, self.bits, modulus)
             message = control.with_trailer(payload, check, largest, round.progress.step)
-        wait, numel = round.exchange(message), state.layout.numel
+        numel = state.layout.numel
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
+        def merge(received: dict[int, Tensor]) -> Apply:
             with state.clock("decode"):
                 edges = {
                     peer: Edge.of(
@@ -163,6 +152,7 @@ class Moniqua(GossipAverager):
                 payloads = [payload, *(codes_of(received[peer]) for peer in holding)]
                 kernels.modular.add(targets, payloads, weights, self.bits)
                 finite = all(edge.is_finite for edge in edges.values())
+                # Codes cannot carry NaN, and values that are not finite spread in any gossip.
                 if not finite:
                     for target in targets:
                         target.fill_(math.nan)
@@ -172,7 +162,7 @@ class Moniqua(GossipAverager):
 
             return apply
 
-        return arrive
+        return round.exchange(message, merge)
 
     def _payload(self, own: Parts, state: GossipState) -> Tensor:
         size = kernels.modular.nbytes(state.layout.numel, self.bits)

@@ -29,7 +29,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +41,7 @@ from ...membership import State, config, pending, restart, shared
 from ...topology import BipartiteExponential
 from ...topology.bipartite import Bipartite
 from ..base import NamedTensors, check_agreement
+from ..traits import AveragerTraits
 from .layout import FLAT, FlatLayout
 
 
@@ -137,14 +138,7 @@ class Pairwise(Algorithm):
         Pairwise(BipartiteLinear())
     """
 
-    needs_names: ClassVar[bool] = False
-    """False: it averages all parameters alike; see `Averager.needs_names`."""
-    has_rounds: ClassVar[bool] = False
-    """False: each pair averages when both are ready; see `Averager.has_rounds`."""
-    gives_one_mean: ClassVar[bool] = False
-    """False: each worker has a model of its own; see `Averager.gives_one_mean`."""
-    has_momentum: ClassVar[bool] = False
-    """False: the optimizer applies its own; see `Averager.has_momentum`."""
+    traits = AveragerTraits(has_rounds=False, gives_one_mean=False)
 
     topology: Bipartite = field(default_factory=BipartiteExponential)
 

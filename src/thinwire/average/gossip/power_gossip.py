@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +14,7 @@ from ...comm import Communicator
 from ...membership import WHOLE, State, config, restart, shared
 from ...options import require_integer
 from ...topology import Ring, Topology
-from ..base import NamedTensors
+from ..base import Before, NamedTensors
 from .base import GossipAverager
 from .checks import check_fixed_undirected, check_stable, check_step_size
 from .layout import FlatLayout
@@ -123,9 +122,7 @@ class PowerGossip(GossipAverager):
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> PowerGossipMemory:
         return PowerGossipMemory(state.layout)
 
-    def regroup_memory(
-        self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None
-    ) -> None:
+    def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
         """Keep the directions of an edge if both of its ends were there before; draw all others afresh."""
         old, was_here = state.memory.directions, before is not None and before[comm.rank] is not None
         peers = enumerate(before or []) if was_here else ()
@@ -202,12 +199,10 @@ class _HalfStep:
         with state.clock("encode"):
             self.p = self._all_directions(x)
             self.sent = self._messages(x)
-        self.wait = round.exchange(self.sent)
+        self.finish = round.exchange(self.sent, self._merge)
+        """Waits, and returns how x moves along all edges."""
 
-    def finish(self) -> _LowRankChange:
-        """Wait, and return how x moves along all edges."""
-        with self.state.clock("wait"):
-            received = self.wait()
+    def _merge(self, received: dict[int, Tensor]) -> _LowRankChange:
         with self.state.clock("decode"):
             change = self._change(received)
         self.state.memory.half_steps += 1

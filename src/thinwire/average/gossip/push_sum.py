@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import ClassVar
 
+from torch import Tensor
+
 from ... import kernels
 from ...topology import Exponential, Topology
 from .base import GossipAverager
@@ -57,12 +59,8 @@ class PushSum(GossipAverager):
         weight, dtype = state.weight, state.layout.dtype
         with state.clock("encode"):
             sent = pack_weighted(weight, *own)
-        wait = round.exchange(sent)
 
-        def arrive() -> Apply:
-            with state.clock("wait"):
-                received = wait()
-
+        def merge(received: dict[int, Tensor]) -> Apply:
             def apply(targets: Parts) -> kernels.Flag:
                 theirs = {peer: unpack_weighted(message, dtype) for peer, message in received.items()}
                 weights = [round.receives[peer] for peer in theirs]
@@ -75,4 +73,4 @@ class PushSum(GossipAverager):
 
             return apply
 
-        return arrive
+        return round.exchange(sent, merge)

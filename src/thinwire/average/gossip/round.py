@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ from .values import Apply, Parts
 Arrive = Callable[[], Apply]
 """Waits for the messages of a round."""
 
+Merged = TypeVar("Merged")
+
 
 def add_vector(change: Tensor) -> Apply:
     """Add a change that is one flat vector."""
@@ -37,6 +39,7 @@ def add_vector(change: Tensor) -> Apply:
 
 def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own_weight: float = 0.0) -> Apply:
     """Add `own_weight own + sum_k weights[k] (theirs[k] - own)`, vectors of float32 or float64, as they were sent."""
+    # The kernel adds float32 alone.
     if own.dtype == torch.float32:
         return lambda targets: kernels.mix.add(targets, own, theirs, weights, own_weight)
     return lambda targets: add_vector(kernels.mix.change_of(own, theirs, weights, own_weight))(targets)
@@ -95,6 +98,7 @@ class Round:
 
     Attributes:
         comm: all workers.
+        clock: measures the seconds of each phase.
         progress: when the round is.
         sends: peer -> weight that the peer gives to what this worker sends.
         receives: peer -> weight that this worker gives to what the peer sends.
@@ -102,25 +106,36 @@ class Round:
     """
 
     comm: Communicator
+    clock: Clock
     progress: Progress
     sends: dict[int, float]
     receives: dict[int, float]
     self_weight: float
 
-    def exchange(self, message: Tensor | dict[int, Tensor]) -> Callable[[], dict[int, Tensor]]:
+    def exchange(
+        self, message: Tensor | dict[int, Tensor], merge: Callable[[dict[int, Tensor]], Merged]
+    ) -> Callable[[], Merged]:
         """Send one message to each neighbour, and receive one of the same size from each.
 
         Args:
             message: one tensor for all neighbours, or peer -> its tensor.
+            merge: takes what came, {peer: message} in the order of ranks.
 
         Returns:
-            A function that waits, and returns {peer: message} in the order of ranks.
+            A function that waits, and returns what `merge` makes of it.
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
+        # A worker without neighbours in this step has no message to size buffers by.
         like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
         receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
-        wait: Callable[[], dict[int, Tensor]] = self.comm.exchange(messages, receives).wait
-        return wait
+        handle = self.comm.exchange(messages, receives)
+
+        def arrive() -> Merged:
+            with self.clock("wait"):
+                received = handle.wait()
+            return merge(received)
+
+        return arrive
 
 
 def tensor_keys(state: GossipState, round: Round) -> list[Key]:

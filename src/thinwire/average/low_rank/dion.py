@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import sqrt
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,6 +27,7 @@ from ...membership import State, config, own, pending, shared
 from ...options import require_integer, require_number
 from ...schedule import Progress
 from ..base import Averager, NamedTensors, check_agreement
+from ..traits import AveragerTraits
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
@@ -89,7 +89,7 @@ class Dion(Averager):
         [1.0, 1.0]
     """
 
-    has_momentum: ClassVar[bool] = True
+    traits = AveragerTraits(has_momentum=True)
 
     rank: int = 16
     mu: float = 0.95
@@ -124,10 +124,6 @@ class Dion(Averager):
         self.discard(state)
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return finite
-
-    def discard(self, state: DionState) -> None:
-        state.pending.clear()
-        state.finite = True
 
     def _finish(
         self,

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...algorithm import require
 from ...clock import Clock
 from ...comm import Communicator, Handle
@@ -34,7 +34,7 @@ from ...membership import Form, State, check_state, config, copied, nested, pend
 from ...memory import ErrorFeedback, Memory
 from ...options import require_integer
 from ...schedule import Progress, Schedule, resolve
-from ..base import Averager, NamedTensors, check_agreement
+from ..base import Averager, NamedTensors, check_agreement, copy_changed, result_buffers
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
@@ -70,27 +70,8 @@ class PowerSGDState(State):
 
 
 @dataclass(frozen=True)
-class _Matrix:
-    """A matrix (n, m) of a call of `step`.
-
-    Attributes:
-        name: of the tensor.
-        x: the values to send, flat: memory's buffer for what was not sent, if there is a memory.
-        target: receives the mean.
-        q: Q' (r, m) at the start of the round.
-        p: this worker's P' (r, n).
-    """
-
-    name: str
-    x: Tensor
-    target: Tensor
-    q: Tensor
-    p: Tensor
-
-
-@dataclass(frozen=True)
-class _Dense:
-    """A tensor of a call of `step` that travels as it is.
+class _Part:
+    """A tensor of a call of `step`.
 
     Attributes:
         name: of the tensor.
@@ -175,10 +156,11 @@ class PowerSGD(Averager):
         qs = [warm_start(state.q[name], state.seed, name, rank) for name, _ in matrices]
         with state.clock("compensate"):
             xs, ps = self._products(state, matrices, scale, qs)
-            items = [_Matrix(name, x, t, q, p) for (name, t), x, q, p in zip(matrices, xs, qs, ps, strict=True)]
+            remembers = self.memory is not None
+            held = scale if remembers else 1.0  # memory is unscaled
+            parts = [_Part(name, x, t, held, remembers) for (name, t), x in zip(matrices, xs, strict=True)]
             dense = [self._dense(state, name, t, scale) for name, t in others]
-        held = scale if self.memory is not None else 1.0
-        return Handle(lambda: self._finish(state, items, dense, comm, held))
+        return Handle(lambda: self._finish(state, parts, qs, ps, dense, comm))
 
     def commit(self, state: PowerSGDState) -> bool:
         finite = kernels.flags.read(state.finite)
@@ -190,12 +172,6 @@ class PowerSGD(Averager):
         state.progress = state.progress._replace(step=state.progress.step + 1)
         return finite
 
-    def discard(self, state: PowerSGDState) -> None:
-        if self.memory is not None:
-            self.memory.discard(state.memory)
-        state.pending_q.clear()
-        state.finite = True
-
     def _products(
         self, state: PowerSGDState, matrices: NamedTensors, scale: float, qs: list[Tensor]
     ) -> tuple[list[Tensor], list[Tensor]]:
@@ -205,19 +181,34 @@ class PowerSGD(Averager):
         xs = [t.to(torch.float32).reshape(-1) for _, t in matrices]
         return xs, kernels.low_rank.products(xs, [len(t) for _, t in matrices], qs, left=False)
 
-    def _dense(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Dense:
+    def _dense(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Part:
         """A tensor that travels as it is; memory knows it if it is a matrix."""
         if self.memory is not None and name in state.q:
-            return _Dense(name, self.memory.compensate(state.memory, name, t, scale), t, scale, remembers=True)
-        return _Dense(name, t.to(torch.float32).reshape(-1), t, 1.0, remembers=False)
+            return _Part(name, self.memory.compensate(state.memory, name, t, scale), t, scale, remembers=True)
+        return _Part(name, t.to(torch.float32).reshape(-1), t, 1.0, remembers=False)
 
     def _finish(
-        self, state: PowerSGDState, matrices: list[_Matrix], dense: list[_Dense], comm: Communicator, scale: float
+        self,
+        state: PowerSGDState,
+        matrices: list[_Part],
+        qs: list[Tensor],
+        own_ps: list[Tensor],
+        dense: list[_Part],
+        comm: Communicator,
     ) -> None:
-        """Phases 2 to 5 of the module's docstring, and memory; `scale` is the matrices' targets over their values."""
+        """Phases 2 to 5 of the module's docstring, and memory.
+
+        Args:
+            state: of this worker.
+            matrices: those that are approximated.
+            qs: Q' (r, m) of each matrix at the start of the round.
+            own_ps: this worker's P' (r, n) of each.
+            dense: all other tensors.
+            comm: all workers.
+        """
         clock, memory = state.clock, self.memory
-        sums = all_reduce_parts([i.p for i in matrices] + [i.x for i in dense], comm, clock)()
-        rows, xs = [len(i.target) for i in matrices], [i.x for i in matrices]
+        sums = all_reduce_parts([*own_ps, *(d.x for d in dense)], comm, clock)()
+        rows, xs = [len(m.target) for m in matrices], [m.x for m in matrices]
         with clock("encode"):
             ps = _bases(sums[: len(matrices)])
             own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
@@ -225,20 +216,18 @@ class PowerSGD(Averager):
         with clock("encode"):  # while the all-reduce runs
             if memory is not None:
                 kernels.low_rank.add(xs, rows, [-p for p in ps], own_qs)  # what this worker did not send
-            for i in (i for i in dense if i.remembers):
-                i.x.zero_()
+            for d in (d for d in dense if d.remembers):
+                d.x.zero_()
         new_qs = wait()
         with clock("decode"):
-            targets = [i.target for i in matrices]
-            state.pending_q.update((i.name, _rescaled(q, i.q)) for i, q in zip(matrices, new_qs, strict=True))
-            finite = _store_products(targets, ps, [q * (scale / comm.size) for q in new_qs])
+            state.pending_q.update((m.name, _rescaled(new, q)) for m, new, q in zip(matrices, new_qs, qs, strict=True))
+            scaled = [q * (m.scale / comm.size) for m, q in zip(matrices, new_qs, strict=True)]
+            finite = _store_products([m.target for m in matrices], ps, scaled)
             for d, total in zip(dense, sums[len(matrices) :], strict=True):
                 d.target.copy_((total * (d.scale / comm.size)).view(d.target.shape))
             if memory is not None:
-                remembered = [(i.name, i.target) for i in matrices]
-                remembered += [(d.name, d.target) for d in dense if d.remembers]
-                for name, target in remembered:
-                    memory.decoded(state.memory, name, target, scale=scale)
+                for part in (part for part in (*matrices, *dense) if part.remembers):
+                    memory.decoded(state.memory, part.name, part.target, part.scale)
             finite = kernels.flags.both(finite, kernels.all_finite([d.target for d in dense]))
             state.finite = kernels.flags.both(state.finite, finite)
 
@@ -270,11 +259,8 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
 
 def _store_products(targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
     """`target <- P Q'` for all, in place where a target is contiguous float32; returns whether all are finite."""
-    plain = [t.dtype == torch.float32 and t.is_contiguous() for t in targets]
-    flat = [t.view(-1) if ok else debug.empty(t.numel(), device=t.device) for t, ok in zip(targets, plain, strict=True)]
-    finite = kernels.low_rank.store(flat, [len(t) for t in targets], ps, qs)
-    torch.autograd.graph.increment_version([t for t, ok in zip(targets, plain, strict=True) if ok])
-    for t, product in [(t, f) for t, f, ok in zip(targets, flat, plain, strict=True) if not ok]:
-        t.copy_(product.view(t.shape))
-        finite = kernels.flags.both(finite, kernels.all_finite([t]))
-    return finite
+    outs = result_buffers(targets)
+    finite = kernels.low_rank.store([out.view(-1) for out in outs], [len(t) for t in targets], ps, qs)
+    # Kernels write through addresses, of which autograd knows nothing.
+    torch.autograd.graph.increment_version([t for t, out in zip(targets, outs, strict=True) if t is out])
+    return kernels.flags.both(finite, copy_changed(outs, targets))

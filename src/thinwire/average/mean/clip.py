@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import ClassVar
 
 import torch
@@ -22,9 +22,13 @@ from ..base import NamedTensors
 
 
 class Clip(Algorithm, ABC):
-    """A rule that bounds a gradient. With `needs_norms`, it is told the tensor's norm over all workers."""
+    """A rule that bounds a gradient; its fields are positive. With `needs_norms`, it is told the norm over all workers."""
 
     needs_norms: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for bound in fields(self):
+            require_number(f"{type(self).__name__}: {bound.name}", getattr(self, bound.name), above=0, below=math.inf)
 
     @abstractmethod
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
@@ -59,9 +63,6 @@ class ClipByNorm(Clip):
 
     max_norm: float
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "max_norm")
-
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
         own = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         factor: Tensor = self.max_norm / math.sqrt(num_workers) / own
@@ -85,9 +86,6 @@ class ClipByValue(Clip):
     """
 
     max_value: float
-
-    def __post_init__(self) -> None:
-        _check_positive(self, "max_value")
 
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
         return _clamp_finite(gradient, self.max_value)
@@ -119,9 +117,6 @@ class ClipValueByGlobalNorm(Clip):
 
     factor: float = 1.0
 
-    def __post_init__(self) -> None:
-        _check_positive(self, "factor")
-
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
         assert norm is not None, "the caller gathers norms, which needs_norms asks for"
         return _clamp_finite(gradient, self.factor * norm)
@@ -151,12 +146,10 @@ def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale:
 def clip_means(clip: Clip, means: list[Tensor], num_workers: int, scale: float) -> list[Tensor]:
     """Clipped means of gradients, which are equal on all workers: new tensors, by the rule for one worker's gradient."""
     unscaled = [mean.float() / scale for mean in means]
-    norms = [_norm(mean) if clip.needs_norms else None for mean in unscaled]
+    norms = [
+        float(torch.linalg.vector_norm(mean, dtype=torch.float64)) if clip.needs_norms else None for mean in unscaled
+    ]
     return [clip.apply(mean, num_workers, norm) * scale for mean, norm in zip(unscaled, norms, strict=True)]
-
-
-def _norm(x: Tensor) -> float:
-    return float(torch.linalg.vector_norm(x, dtype=torch.float64))
 
 
 def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:
@@ -165,7 +158,3 @@ def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:
     if math.isnan(bound):
         return gradient.clone()
     return torch.where(gradient.isfinite(), gradient.clamp(-bound, bound), gradient)
-
-
-def _check_positive(clip: Clip, name: str) -> None:
-    require_number(f"{type(clip).__name__}: {name}", getattr(clip, name), above=0, below=math.inf)

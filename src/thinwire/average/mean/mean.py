@@ -34,14 +34,15 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, NamedTensors, check_agreement, copy_changed
+from ..base import Averager, Before, NamedTensors, check_agreement, copy_changed, result_buffers
 from ..robust.base import Rule
 from ..robust.record import RuleState
+from ..traits import AveragerTraits
 from .clip import Clip, clip_gradients, clip_means
-from .exchange import EXCHANGES, Load, cheapest
+from .exchange import EXCHANGES, Exchange, Load, cheapest
 from .exchange.all_gather import AllGather, check_divisor, check_rule
 from .exchange.all_reduce import AllReduce
-from .exchange.base import Job, PendingExchange, Shares, flatten, message_nbytes, pack, result_buffers, split_like
+from .exchange.base import Job, PendingExchange, Shares, flatten, message_nbytes, pack, split_like
 from .exchange.hierarchical import agree_on_nodes, launched_nodes
 from .exchange.scatter_reduce import OWNER_MEMORY, OwnerMemory, Whole
 from .state import MeanState
@@ -104,7 +105,8 @@ class Mean(Averager):
         require_kind("Mean: clip", self.clip, Clip, "a clip such as ClipByNorm(1.0)", or_none=True)
         for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
             require_choice(f"Mean: {name}", getattr(self, name), allowed)
-        exchange = EXCHANGES.get(self.exchange)  # None for "auto"
+        require_kind("Mean: rule", self.rule, Rule, "a rule such as Krum(faulty=1)", or_none=True)
+        exchange = self._exchange
         if exchange is not None:
             exchange.check(self.codec)
         require_integer("Mean: min_ndim", self.min_ndim, 0)
@@ -124,11 +126,11 @@ class Mean(Averager):
             not self.codec.traits.by_layer or self.granularity == "layer",
             f"Mean: {self.codec} gives each layer a codec of its own; use granularity='layer', got {self.granularity!r}",
         )
-        check_divisor(self.divide_by, self.exchange, self.codec, self.memory)
+        check_divisor(self.divide_by, exchange, self.codec, self.memory)
         if self.rule is not None:
             check_rule(self.rule, self.codec, self.memory, self.clip)
             require(
-                self.exchange in ("auto", AllGather.word) and nodes is None and self.divide_by == "workers",
+                self._may_gather and nodes is None and self.divide_by == "workers",
                 f"Mean: {self.rule} needs every worker's message; use exchange='all_gather', without workers_per_node and "
                 f"divide_by, got exchange={self.exchange!r}",
             )
@@ -139,22 +141,36 @@ class Mean(Averager):
         )
 
     @property
+    def _exchange(self) -> Exchange | None:
+        """The exchange of the configuration; None if "auto" chooses it."""
+        return EXCHANGES.get(self.exchange)
+
+    @property
+    def _may_gather(self) -> bool:
+        """Whether every worker may get the messages of all."""
+        return self._exchange is None or self._exchange.gathers
+
+    @property
     def _may_use_nodes(self) -> bool:
         """Whether nodes are of use: where a memory needs the support, only a sparse all-reduce between nodes gives it."""
-        tells_support = self.exchange == "auto" or EXCHANGES[self.exchange].tells_support
+        tells_support = self._exchange is None or self._exchange.tells_support
         return not self._needs_support or (tells_support and self.codec.traits.sparse is not None)
 
     @cached_property
     def _needs_support(self) -> bool:
         return self.memory is not None and self.memory.needs_support
 
-    @property
-    def whole_model(self) -> bool:
-        return self.granularity == "model" or self.rule is not None or (self.clip is not None and self.clip.needs_norms)
-
-    @property
-    def has_momentum(self) -> bool:
-        return self.memory is not None and self.memory.has_momentum
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        memory, needs_norms = self.memory, self.clip is not None and self.clip.needs_norms
+        return AveragerTraits(
+            whole_model=self.granularity == "model" or self.rule is not None or needs_norms,
+            has_momentum=memory is not None and memory.has_momentum,
+            suits_parameters=self.codec.traits.lossless and memory is None,
+            suits_adam=memory is None or self.codec.traits.sparse is None,
+            leaves_out_nonfinite=self.rule is not None,
+            lone_messages=LoneMessages(self) if self._sends_alone else None,
+        )
 
     @property
     def cautions(self) -> list[str]:
@@ -163,14 +179,6 @@ class Mean(Averager):
         if self.memory is not None or traits.unbiased or traits.lossless or traits.votes or keeps_most:
             return []
         return [f"{self} loses what {self.codec} does not send; write Mean({self.codec}, ErrorFeedback())"]
-
-    @property
-    def suits_adam(self) -> bool:
-        return self.memory is None or self.codec.traits.sparse is None
-
-    @property
-    def suits_parameters(self) -> bool:
-        return self.codec.traits.lossless and self.memory is None
 
     def sends_at_once(self, state: MeanState) -> bool:
         return not self._must_agree(state)
@@ -183,6 +191,22 @@ class Mean(Averager):
         """Whether the codec asks how fast messages travel."""
         part = self.codec.traits.adaptive
         return part is not None and part.line_share is not None
+
+    @property
+    def _sends_alone(self) -> bool:
+        """Whether a worker's message depends on no other worker, and on no round."""
+        traits, memory = self.codec.traits, self.memory
+        return (
+            self._may_gather
+            and self.divide_by == "workers"
+            and self.rule is None
+            and self.clip is None
+            and (memory is None or not (memory.needs_mean or memory.has_momentum))
+            and not (traits.shared_key or traits.votes)
+            and self.codec.is_constant
+            and traits.agreement is None
+            and traits.adaptive is None
+        )
 
     def _must_agree(self, state: MeanState) -> bool:
         """Whether workers agree on numbers before they encode."""
@@ -212,15 +236,15 @@ class Mean(Averager):
             comm: connects the workers.
             must_fit: whether nodes of unequal size are an error; if not, every worker counts as a node then.
         """
-        chosen = EXCHANGES.get(self.exchange)  # None for "auto"
+        chosen = self._exchange
         needs_nodes = self.workers_per_node is not None or (chosen is not None and chosen.needs_nodes)
         if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
             needs_nodes = False
         nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
+        if chosen is not None:
+            return chosen.word, nodes
         if self.rule is not None:
             return AllGather.word, nodes
-        if self.exchange != "auto":
-            return self.exchange, nodes
         if self.codec.traits.agreement is not None:
             return AllReduce.word, nodes
         if not needs_nodes and self._may_use_nodes:
@@ -233,8 +257,7 @@ class Mean(Averager):
             size=comm.size,
             workers_per_node=nodes,
             merged=self.granularity != "layer",
-            remembers=self.memory is not None,
-            needs_support=self._needs_support,
+            memory=self.memory,
         )
         return cheapest(load).word, nodes
 
@@ -246,10 +269,11 @@ class Mean(Averager):
         flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
         if self._follows_line:
             flight.waited = state.waited_seconds
+        # Exchanges under way advance when one begins or is waited for: in the same order on all workers.
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
-        return Handle(lambda: self._finish(state, job, flight, *self._split(targets, codec), scale))
+        return Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
 
     def _job(self, state: MeanState, targets: NamedTensors, comm: Communicator, scale: float) -> tuple[Job, Codec]:
         """Compensate, and describe what to encode and how."""
@@ -262,6 +286,7 @@ class Mean(Averager):
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         all_dense = self._is_dense_round(codec)
+        # With a shared key all workers draw what rank 0 does.
         rank, step = 0 if codec.traits.shared_key else comm.rank, state.progress.step
         job = Job(
             comm=comm,
@@ -287,57 +312,9 @@ class Mean(Averager):
         )
         return job, codec
 
-    # ---- messages that are made and merged at different times ----
-
-    @property
-    def sends_alone(self) -> bool:
-        traits, memory = self.codec.traits, self.memory
-        return (
-            self.exchange in ("auto", AllGather.word)
-            and self.divide_by == "workers"
-            and self.rule is None
-            and self.clip is None
-            and (memory is None or not (memory.needs_mean or memory.has_momentum))
-            and not (traits.shared_key or traits.votes)
-            and self.codec.is_constant
-            and traits.agreement is None
-            and traits.adaptive is None
-        )
-
-    def message(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Tensor:
-        targets = [(name, t.detach()) for name, t in tensors]
-        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
-        job, _ = self._job(state, targets, comm, 1.0)
-        return pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
-
-    def message_nbytes(self, tensors: NamedTensors) -> int:
-        encoded, dense = self._split(tensors, self.codec)
-        shapes, dense_numel = [t.shape for _, t in encoded], sum(t.numel() for _, t in dense)
-        return message_nbytes(self.codec, shapes, dense_numel, self.granularity != "layer")
-
-    def merge(
-        self,
-        state: MeanState,
-        messages: Sequence[Tensor],
-        weights: Sequence[float],
-        tensors: NamedTensors,
-        comm: Communicator,
-    ) -> Flag:
-        encoded, dense = self._split([(name, t.detach()) for name, t in tensors], self.codec)
-        outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
-        totals, dense_total = result_buffers(outs), flatten(dense_outs, tensors[0][1].device).zero_()
-        job = Job(comm, self.codec, state.clock, [], [], [], self.granularity != "layer", False, dense_total, 1.0)
-        finite = job.decode_weighted(messages, weights, totals, dense_total)
-        written = [copy_changed(totals, outs), copy_changed(split_like(dense_total, dense_outs), dense_outs)]
-        return kernels.flags.all_of([finite, kernels.all_finite([dense_total]), *written])
-
     def current_codec(self, state: MeanState) -> Codec:
         codec = self.codec if self.codec.is_constant else resolve(self.codec, state.progress)
         return codec if state.codec is None else adapted(codec, state.codec)
-
-    @property
-    def leaves_out_nonfinite(self) -> bool:
-        return self.rule is not None
 
     def diagnostics(self, state: MeanState) -> dict[str, float]:
         """What a rule found out in the last round: "clipped/2", the norm of what it dropped of rank 2's message;
@@ -375,16 +352,14 @@ class Mean(Averager):
 
     # ---- when workers come and go ----
 
-    def regroup(
-        self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Sequence[int | None] | None = None
-    ) -> None:
+    def regroup(self, state: MeanState, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Choose the exchange anew, unless owners of shards remember something that belongs to it; cut their memory anew."""
         super().regroup(state, tensors, comm, before)
         if self.rule is not None and state.rule is not None:
             self.rule.check_size(comm.rank, comm.size)
             state.rule.regroup(before, comm.size)
         old = state.owner_memory
-        remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None and state.progress.step > 0
+        remembers = EXCHANGES[state.exchange].has_owners and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
         state.shares = _shares(state, comm)
@@ -394,7 +369,7 @@ class Mean(Averager):
 
     def _owner_memory(self, state: MeanState, comm: Communicator) -> OwnerMemory | None:
         """Zero memory of the second encoding, if there is one."""
-        remembers = EXCHANGES[state.exchange].has_memory and self.memory is not None
+        remembers = EXCHANGES[state.exchange].has_owners and self.memory is not None
         return OwnerMemory.of(state.wholes, comm.rank, comm.size, state.shares) if remembers else None
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
@@ -423,7 +398,7 @@ class Mean(Averager):
 
     def _is_dense_round(self, codec: Codec) -> bool:
         """Whether all tensors travel dense in an all-reduce, so that memory can apply momentum to their mean."""
-        return codec.traits.lossless and self.has_momentum
+        return codec.traits.lossless and self.traits.has_momentum
 
     def _split(self, tensors: NamedTensors, codec: Codec) -> tuple[NamedTensors, NamedTensors]:
         """The tensors that are encoded, and those that travel dense."""
@@ -455,13 +430,7 @@ class Mean(Averager):
         return _shaped([self.memory.masked(state.memory, name) for name, _ in encoded], [g for _, g in encoded])
 
     def _finish(
-        self,
-        state: MeanState,
-        job: Job,
-        flight: PendingExchange,
-        encoded: NamedTensors,
-        dense: NamedTensors,
-        scale: float,
+        self, state: MeanState, flight: PendingExchange, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
         while flight.finish is None:
@@ -469,7 +438,7 @@ class Mean(Averager):
                 under_way.advance()
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
-        totals, dense_total = result_buffers(outs), torch.zeros_like(job.dense)
+        totals, dense_total = result_buffers(outs), torch.zeros_like(flight.job.dense)
         follows = self._follows_line
         decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
         finite = flight.finish(totals, dense_total)
@@ -477,7 +446,7 @@ class Mean(Averager):
             state.arrived(flight, state.clock.seconds.get("decode", 0.0) - decoded)
         with state.clock("decode"):
             means = split_like(dense_total, dense_outs)
-            means = means if self.clip is None else clip_means(self.clip, means, job.comm.size, scale)
+            means = means if self.clip is None else clip_means(self.clip, means, flight.job.comm.size, scale)
             if self.memory is not None:
                 for (name, _), total in zip(encoded, totals, strict=True):
                     self.memory.decoded(state.memory, name, total, scale)
@@ -487,9 +456,51 @@ class Mean(Averager):
             state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
 
 
+@dataclass(frozen=True)
+class LoneMessages:
+    """Messages of a `Mean` that a worker makes without the others, and that are merged in any number.
+
+    Args:
+        mean: the averager.
+    """
+
+    mean: Mean
+
+    def make(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Tensor:
+        """Begin a round alone: what `step` would send, (num_bytes,) uint8. `commit` or `discard` ends the round."""
+        targets = [(name, t.detach()) for name, t in tensors]
+        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        job, _ = self.mean._job(state, targets, comm, 1.0)
+        return pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+
+    def nbytes(self, tensors: NamedTensors) -> int:
+        """The most bytes of a message of these tensors."""
+        encoded, dense = self.mean._split(tensors, self.mean.codec)
+        shapes, dense_numel = [t.shape for _, t in encoded], sum(t.numel() for _, t in dense)
+        return message_nbytes(self.mean.codec, shapes, dense_numel, self.mean.granularity != "layer")
+
+    def merge(
+        self,
+        state: MeanState,
+        messages: Sequence[Tensor],
+        weights: Sequence[float],
+        tensors: NamedTensors,
+        comm: Communicator,
+    ) -> Flag:
+        """Overwrite tensors with `sum_i weights[i] decoded(messages[i])`, added in this order; returns whether it is finite."""
+        codec, merged = self.mean.codec, self.mean.granularity != "layer"
+        encoded, dense = self.mean._split([(name, t.detach()) for name, t in tensors], codec)
+        outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
+        totals, dense_total = result_buffers(outs), flatten(dense_outs, tensors[0][1].device).zero_()
+        job = Job(comm, codec, state.clock, [], [], [], merged, False, dense_total, 1.0)
+        finite = job.decode_weighted(messages, weights, totals, dense_total)
+        written = [copy_changed(totals, outs), copy_changed(split_like(dense_total, dense_outs), dense_outs)]
+        return kernels.flags.all_of([finite, kernels.all_finite([dense_total]), *written])
+
+
 def _shares(state: MeanState, comm: Communicator) -> Shares:
     """Which part of every tensor each worker owns, by the layout of the workers."""
-    return comm.layout.shares if comm.layout is not None and EXCHANGES[state.exchange].takes_shares else ()
+    return comm.layout.shares if comm.layout is not None and EXCHANGES[state.exchange].has_owners else ()
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

@@ -36,7 +36,6 @@ class MeanState(State):
         shares: which part of every tensor each worker owns in this exchange; empty for equal parts.
         owner_memory: what the second encoding of `scatter_reduce` lost; None without one.
         wholes: the tensors that are encoded, as owners cut them.
-        positions: where each of these tensors is among them; filled when it is needed.
         codec: the state of the codec's adaptive part; None if nothing adapts.
         codec_before: a copy from before this round's update of it, in case the round is discarded.
         meter: what this worker sees of the line, where the codec follows it.
@@ -54,7 +53,6 @@ class MeanState(State):
     shares: Shares = agreed(default=())
     owner_memory: OwnerMemory | None = nested(default=None)
     wholes: dict[str, Whole] = config(default_factory=dict)
-    positions: dict[str, int] = config(default_factory=dict)
     codec: Any = nested(default=None)
     codec_before: Any = pending(default=None)
     meter: LineMeter = pending(default_factory=LineMeter)
@@ -67,9 +65,8 @@ class MeanState(State):
 
     def codec_of(self, codec: Codec, tensors: Sequence[tuple[str, Tensor]]) -> Codec:
         """The part of a codec with `by_layer` that encodes these tensors, which are some of those of `init`."""
-        if not self.positions:
-            self.positions = {name: i for i, name in enumerate(self.wholes)}
-        return codec.pick([self.positions[name] for name, _ in tensors])
+        positions = {name: i for i, name in enumerate(self.wholes)}
+        return codec.pick([positions[name] for name, _ in tensors])
 
     def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
         """Take the exchange whose owners remember something, where "auto" has chosen another for this number of workers."""

@@ -59,6 +59,7 @@ class Bucketing(Rule):
         self.rule.check_codec(codec)
 
     def combine(self, messages: Messages) -> Combined:
+        # On the CPU, because generators of other devices draw other numbers.
         generator = torch.Generator().manual_seed(messages.seed)
         order = torch.randperm(len(messages.rows), generator=generator, device="cpu").to(messages.rows.device)
         means = torch.stack([mean_of_rows(messages.rows[group]) for group in order.split(self.s)])

@@ -51,19 +51,11 @@ class GeometricMedian(Rule):
         squares = products.diagonal()
         weights = torch.zeros_like(squares)
         for _ in range(self.iterations):
-            towards = _times(products, weights)  # <x_i, z>
+            towards = weighted_sum(products, weights)  # <x_i, z>
             squared = squares - 2 * towards + _total(weights * towards)
             inverse = 1 / squared.clamp(min=0).sqrt().clamp(min=self.nu)
             weights = inverse / _total(inverse)
         return Combined(weighted_sum(messages.rows, weights))
-
-
-def _times(matrix: torch.Tensor, vector: torch.Tensor) -> torch.Tensor:
-    """Their product, added in the order of the columns on every processor."""
-    total = torch.zeros_like(vector)
-    for column, value in zip(matrix.T, vector, strict=True):
-        total = total + column * value
-    return total
 
 
 def _total(vector: torch.Tensor) -> float:

@@ -52,8 +52,10 @@ class Krum(Rule):
         products = gram(rows)
         squares = products.diagonal()
         distances = (squares[:, None] + squares[None] - 2 * products).clamp(min=0)
+        # A message is no neighbour of itself.
         distances.fill_diagonal_(float("inf"))
         nearest = distances.sort(1).values[:, : max(1, min(len(rows) - 1, len(rows) - faulty - 2))]
+        # Python adds in the order of the list, on every machine.
         scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64, device="cpu")
         chosen = scores.sort(stable=True).indices[: min(self.selected, len(rows) - faulty)].sort().values
         weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64, device="cpu")

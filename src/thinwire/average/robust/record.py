@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...membership import WHOLE, State, pending, shared
+from ..base import Before
 from .base import Messages, Rule, dots
 
 HEAVY = 0.5  # a message that is clipped to less than this share of its norm counts as wrong
@@ -77,6 +78,7 @@ class RuleState(State):
             self.regroup(None, size)
         finite = dots(rows, rows).isfinite().tolist()  # a square of float32 is finite in float64
         present = [rank for rank in range(size) if finite[rank] and rank not in self.set_aside]
+        # Fewer than half may all be wrong: a result that is not finite stops the round on all workers.
         if not present or 2 * len(present) < size:
             return torch.full_like(rows[0], float("nan"))
         center = torch.cat([self.center[name] for name in names]) if rule.has_center else None
@@ -139,7 +141,7 @@ class RuleState(State):
             stacklevel=2,
         )
 
-    def regroup(self, before: Sequence[int | None] | None, size: int) -> None:
+    def regroup(self, before: Before, size: int) -> None:
         """Follow workers to their new ranks; new ones start afresh."""
         old = [None] * size if before is None else before
         known = [rank if rank is not None and rank < len(self.wrong_rounds) else None for rank in old]

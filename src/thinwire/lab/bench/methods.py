@@ -103,7 +103,7 @@ def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:
     """
     strategy = strategy_of(text)
     require(
-        isinstance(strategy, Averaging) and strategy.averager.has_rounds,
+        isinstance(strategy, Averaging) and strategy.averager.traits.has_rounds,
         f"{text!r} has no rounds to measure; give one such as Gradients(Mean()), Gossip(Mix()) or Local(Mean(), every=4)",
     )
     assert isinstance(strategy, Averaging)

@@ -100,7 +100,7 @@ def momentum_applied_once(config: RunConfig) -> Any:
         ValueError: the averager's momentum factor is not the optimizer's.
     """
     averager, optimizer = config.parsed_strategy().averager, config.optimizer
-    if not (averager.has_momentum and isinstance(optimizer, SGD) and optimizer.momentum):
+    if not (averager.traits.has_momentum and isinstance(optimizer, SGD) and optimizer.momentum):
         return optimizer
     memory: Any = cast(Mean | PowerSGD, averager).memory  # only these have a memory, and with it momentum
     require(

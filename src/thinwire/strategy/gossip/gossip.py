@@ -98,7 +98,7 @@ class Gossip(Averaging[ParameterGossip]):
         super().__post_init__()
         self._require_rounds()
         self._require(
-            self.averager.suits_parameters,
+            self.averager.traits.suits_parameters,
             f"{self.averager!r} compresses values themselves, which suits gradients, see Gradients; parameters need a gossip "
             "averager such as Choco(Ring(), TopK(0.01)), or plain Mean()",
         )
@@ -109,7 +109,7 @@ class Gossip(Averaging[ParameterGossip]):
             f"staleness={self.staleness} needs overlap=True; otherwise a round is never late",
         )
         self._require(
-            not self.overlap or not self.averager.gives_one_mean,
+            not self.overlap or not self.averager.traits.gives_one_mean,
             f"{self.averager!r} replaces parameters, and overlap needs an averager that adds to them, such as "
             "Mix(Complete())",
         )

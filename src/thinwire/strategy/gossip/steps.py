@@ -182,7 +182,7 @@ def _require_exact(averager: Averager, parameters: NamedParameters) -> None:
     """`Mean` replaces parameters by what it sent, which is float32."""
     double = [name for name, p in parameters if p.dtype in (torch.float64, torch.complex128)]
     require(
-        not averager.gives_one_mean or not double,
+        not averager.traits.gives_one_mean or not double,
         f"Gossip: {averager} sends float32, and would round {'parameter ' + repr(double[0]) if double else ''} of "
         "float64; use Mix(Complete()), which carries float64 and has the same mean",
     )

@@ -113,7 +113,7 @@ class GradientCompression(AveragerAttachment):
         Raises:
             ValueError: both apply momentum.
         """
-        if self.averager.has_momentum:
+        if self.averager.traits.has_momentum:
             check_optimizer(optimizer, [p for _, p in self.parameters])
 
     def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:

@@ -112,7 +112,7 @@ class Gradients(Averaging[GradientCompression]):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._require(
-            self.averager.gives_one_mean,
+            self.averager.traits.gives_one_mean,
             f"{self.averager!r} moves tensors towards their neighbours', which suits parameters; gradients need an averager "
             "that gives all workers one mean, such as Mean or PowerSGD",
         )

@@ -89,7 +89,7 @@ class GradientRounds:
             self._culprit = first_nonfinite(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._held.append((tensors, future, buffer))
-        if last or not (self._averager.whole_model or self._order is not None):
+        if last or not (self._averager.traits.whole_model or self._order is not None):
             self._step(last)
         if last and not self._is_in_backward:
             self._end_backward()

@@ -114,13 +114,16 @@ class AsynchronousRounds:
         self, strategy: Local, quorum: Quorum, fragments: Sequence[Fragment], comm: Communicator, clock: Clock
     ):
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
+        messages = strategy.averager.traits.lone_messages
+        assert messages is not None, "the strategy has checked it"
+        self._messages = messages
         self.on_commit: Callable[[int], None] = lambda tokens: None
         self.leases: Leases | None = None
         self._fragments, self._clock, self._timer = fragments, clock, StepTimer()
         self._step_tokens, self._is_first_period = 0, True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
         self._has_drained, self._most_ahead = False, steps_ahead(strategy.every, strategy.delay)
-        most = max(self._averager.message_nbytes(fragment.named_changes()) for fragment in fragments)
+        most = max(self._messages.nbytes(fragment.named_changes()) for fragment in fragments)
         self.protocol = CommitProtocol(quorum, len(fragments), comm, most)
 
     # ---- steps of the inner optimizer ----
@@ -176,7 +179,7 @@ class AsynchronousRounds:
         # A change that is not finite is sent without a message, so that its round does not wait for this worker.
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
         if is_finite:
-            message = self._averager.message(fragment.state, fragment.named_changes(), self._comm)
+            message = self._messages.make(fragment.state, fragment.named_changes(), self._comm)
         fragment.sent = [p.clone() for p in parts] if is_finite else []
         blocks = (0, 0)
         if self.leases and fragment.index == 0:
@@ -271,7 +274,7 @@ class AsynchronousRounds:
     def _added(self, fragment: Fragment, one: CommittedRound) -> Merge:
         """Sets the fragment's changes to a weighted sum of some shares."""
         messages, device = [share.message for share in one.shares], fragment.changes[0].device
-        return lambda group, weights: self._averager.merge(
+        return lambda group, weights: self._messages.merge(
             fragment.state, [messages[i].to(device) for i in group], weights, fragment.named_changes(), self._comm
         )
 

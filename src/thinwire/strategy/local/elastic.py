@@ -49,7 +49,7 @@ class ElasticExchanges:
     def keep(self, fragment: Fragment) -> None:
         """Remember what a round that is given up goes back to. Call it before each exchange."""
         tensors: list[Tensor] = [*fragment.changes, *fragment.pulled]
-        if not self.averager.gives_one_mean:  # gossip moves the anchors themselves
+        if not self.averager.traits.gives_one_mean:  # gossip moves the anchors themselves
             tensors += [anchor.detach() for _, anchor in fragment.anchors]
         pairs = [(t, t.clone()) for t in tensors]
         state, statistics = fragment.state.state_dict(), copy.deepcopy(fragment.statistics)

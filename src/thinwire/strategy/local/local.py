@@ -144,12 +144,12 @@ class Local(Averaging[LocalUpdates]):
         require_number("Local: alpha", self.alpha, least=0, below=1)
         require_kind("Local: weights", self.weights, InverseNorm, "InverseNorm()", or_none=True)
         self._require(
-            self.weights is None or self.averager.gives_one_mean,
+            self.weights is None or self.averager.traits.gives_one_mean,
             f"weights are for averagers with one mean, such as Mean(), got {self.averager!r}",
         )
         require_number("Local: pull", self.pull, least=0, or_none=True)
         self._require(
-            self.pull is None or self.averager.mixes_plainly,
+            self.pull is None or self.averager.traits.mixes_plainly,
             f"pull mixes changes and anchors with those of neighbours, as Mix does, and {self.averager!r} does not; use "
             "Mix(RandomPairs()), or leave pull out",
         )
@@ -162,7 +162,7 @@ class Local(Averaging[LocalUpdates]):
         if self.quorum is None:
             return
         self._require(
-            self.averager.sends_alone,
+            self.averager.traits.lone_messages is not None,
             "with a quorum each worker makes its message without the others, so the averager must be Mean with a constant "
             f"codec whose workers agree on nothing, by an all-gather and without rule, clip or momentum; got {self.averager!r}",
         )

@@ -165,7 +165,7 @@ class LocalUpdates(OwnModelAttachment):
             self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             # Compared here, because a function that makes it is another object on each worker.
             comm.check_agreement({"outer optimizer": repr(self._outer)})
-            if self.averager.has_momentum:
+            if self.averager.traits.has_momentum:
                 check_optimizer(self._outer, [anchor for _, anchor in self._anchors])
             self._fragments = make_fragments(
                 self._anchors, strategy.fragments, strategy.every, strategy.pull is not None
@@ -285,7 +285,7 @@ class LocalUpdates(OwnModelAttachment):
             self._asynchronous.all_met()
             self._asynchronous.resume()
             return
-        if not self.averager.gives_one_mean:
+        if not self.averager.traits.gives_one_mean:
             average_exactly([anchor for _, anchor in self._anchors], self.comm)
             # All estimates x/w become the mean. The sum of x stays, because the weights w sum to W.
             for fragment in self._fragments:
@@ -435,7 +435,7 @@ class LocalUpdates(OwnModelAttachment):
         """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
         with self._clock("measure"):
             self._measure(fragment)
-        if not self.averager.gives_one_mean:
+        if not self.averager.traits.gives_one_mean:
             self._apply_own_changes(fragment)
         fragment.has_moved, fragment.began, fragment.steps_to_merge = False, self._record.num_steps, delay
         if self._asynchronous is not None:
@@ -486,7 +486,7 @@ class LocalUpdates(OwnModelAttachment):
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self.strategy.weights is not None:
             self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
-        tensors = fragment.named_changes() if self.averager.gives_one_mean else fragment.tensors
+        tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.tensors
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
@@ -500,7 +500,7 @@ class LocalUpdates(OwnModelAttachment):
             with self._clock("blocked"):
                 fragment.finite, fragment.flight = fragment.flight.wait(), None
         finite, fragment.finite = bool(fragment.finite), None
-        if self.averager.gives_one_mean or self.strategy.pull is not None:
+        if self.averager.traits.gives_one_mean or self.strategy.pull is not None:
             finite = finite and self._apply(fragment)
             if not finite:
                 self._warn()
@@ -570,7 +570,7 @@ class LocalUpdates(OwnModelAttachment):
         """Go on from the anchors. Changes since the last rounds, and rounds of gossip in flight, were each worker's own."""
         for fragment in self._fragments:
             fragment.rejected = False
-            if not self.averager.gives_one_mean:
+            if not self.averager.traits.gives_one_mean:
                 fragment.finite, fragment.steps_to_merge = None, 0
             self._restart(fragment, alpha=0.0)
             if fragment.is_sent:
@@ -584,7 +584,7 @@ class LocalUpdates(OwnModelAttachment):
 
         Anchors and outer optimizer do not change within a round, so they may come while the others train.
         """
-        record, is_common = self._record, self.averager.gives_one_mean
+        record, is_common = self._record, self.averager.traits.gives_one_mean
 
         def load_anchors(part: dict[str, Any]) -> None:
             load_tensors(record.anchor, part["anchor"], "anchors")
@@ -617,7 +617,7 @@ class LocalUpdates(OwnModelAttachment):
     @property
     def _heals_late(self) -> bool:
         """Whether workers need nothing of a joiner until their exchange, so that they train on while its state travels."""
-        return self.averager.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
+        return self.averager.traits.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
 
     def _restart(self, fragment: Fragment, alpha: float) -> None:
         factor = self.averager.debias_factor(fragment.state)

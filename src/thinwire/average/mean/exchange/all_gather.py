@@ -15,7 +15,7 @@ from ....options import require_choice
 from ...robust.base import Rule
 from ..clip import Clip
 from .base import Finish, Job, pack
-from .contract import Exchange, Load
+from .contract import Exchange
 
 
 class AllGather(Exchange):
@@ -24,6 +24,7 @@ class AllGather(Exchange):
     word = "all_gather"
     one_step = True
     takes_selection = True
+    gathers = True
 
     def steps(self, size: int, workers_per_node: int) -> int:
         return 1
@@ -31,15 +32,13 @@ class AllGather(Exchange):
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
         return workers_per_node * (size - workers_per_node) * message
 
-    def price(self, load: Load) -> float:
-        return self.cost(load)
-
     def begin(self, job: Job) -> Finish:
         message = pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
         with job.clock("exchange"):
             if job.codec.traits.fixed_size:
                 handle = job.comm.all_gather(message)
             else:
+                # The limit bounds the memory that an announced size can take.
                 handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
 
         def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
@@ -50,7 +49,7 @@ class AllGather(Exchange):
         return finish
 
 
-def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | None) -> None:
+def check_divisor(divide_by: str, exchange: Exchange | None, codec: Codec, memory: Memory | None) -> None:
     """Raise ValueError unless sums can be divided so.
 
     "workers" divides by W. "senders" divides an element by the number of workers that sent it, so that results are up to W
@@ -60,15 +59,14 @@ def check_divisor(divide_by: str, exchange: str, codec: Codec, memory: Memory | 
     require_choice("Mean: divide_by", divide_by, allowed)
     if divide_by == "workers":
         return
-    require(exchange == "all_gather", f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {exchange!r}")
+    gathers, word = (False, "auto") if exchange is None else (exchange.gathers, exchange.word)
+    require(gathers, f"Mean: divide_by={divide_by!r} needs exchange='all_gather', got {word!r}")
     user = codec if codec.traits.votes else memory if memory is not None and memory.needs_mean else None
     require(user is None, f"Mean: {user} needs the mean over all workers; use divide_by='workers'")
 
 
-def check_rule(rule: object, codec: Codec, memory: Memory | None, clip: Clip | None) -> None:
+def check_rule(rule: Rule, codec: Codec, memory: Memory | None, clip: Clip | None) -> None:
     """Raise ValueError unless a rule can take the place of the mean for what workers send."""
-    if not isinstance(rule, Rule):
-        raise ValueError(f"Mean: rule must be a rule such as Krum(faulty=1) or None, got {rule!r}")
     require(
         not codec.traits.votes and codec.traits.agreement is None and codec.traits.adaptive is None,
         f"Mean: under {codec} workers vote, or agree on numbers that one wrong worker can choose, before {rule} sees their "

@@ -36,8 +36,8 @@ class AllReduce(Exchange):
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
         return 2 * (size - 1) * message / size
 
-    def price(self, load: Load) -> float | None:
-        return self.cost(load) if load.codec.traits.summable else None
+    def suits(self, load: Load) -> bool:
+        return load.codec.traits.summable
 
     def check(self, codec: Codec) -> None:
         require(

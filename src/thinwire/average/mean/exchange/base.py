@@ -25,7 +25,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, groupby
 from operator import itemgetter
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -129,6 +129,7 @@ class Job:
             if self.selection is None or sparse is None:
                 payload = self.codec.encode(segments, used, residuals)
             else:
+                # Memory has selected, so there is one, and the segments receive their residuals.
                 flat = [s.view(-1) for s in segments]
                 payload = sparse.encode_topk(self.selection, flat, [key.mixed() for key in used], flat)
             if self.merged and self.keep_residual:
@@ -215,10 +216,8 @@ class Job:
         """The `finish` of an exchange in which every worker gets all messages, one of each worker, in rank order."""
         if self.combine is not None:
             return self._combine_messages(self.combine, messages, totals, dense_total)
-        parts = [unpack(message, self.dense.numel()) for message in messages]
-        for dense, _ in parts:
-            dense_total.add_(dense, alpha=1.0 / self.comm.size)
-        return self.decode([payload for _, payload in parts], totals, self.scale / self.comm.size, self.keys)
+        payloads = add_dense(messages, dense_total, 1.0 / self.comm.size)
+        return self.decode(payloads, totals, self.scale / self.comm.size, self.keys)
 
     def decode_weighted(
         self, messages: Sequence[Tensor], weights: Sequence[float], totals: list[Tensor], dense_total: Tensor
@@ -226,10 +225,9 @@ class Job:
         """As `decode_messages`, each message with a weight of its own. With equal weights it has the same bits."""
         flags, others = list[Flag](), totals
         for weight, group in groupby(zip(weights, messages, strict=True), key=itemgetter(0)):
-            parts = [unpack(message, self.dense.numel()) for _, message in group]
-            for dense, _ in parts:
-                dense_total.add_(dense, alpha=weight)
-            flags.append(self.decode([payload for _, payload in parts], others, weight, self.keys))
+            payloads = add_dense([message for _, message in group], dense_total, weight)
+            flags.append(self.decode(payloads, others, weight, self.keys))
+            # The first weight writes into `totals`; the others write into buffers that are added.
             if others is not totals:
                 torch._foreach_add_(totals, others)
             others = [torch.empty_like(total) for total in totals]
@@ -262,9 +260,10 @@ class PendingExchange:
     Args:
         begin: of an exchange.
         job: what it exchanges. The job's clock adds up the time that is spent waiting between collectives.
-        counts: whether to count `num_bytes`.
+        counts: whether to count `num_bytes`, which takes a few microseconds.
 
     Attributes:
+        finish: set once the last collective is issued.
         sent: when the first collective was issued.
         waited: how long the caller had waited for messages by then; it says so itself.
         steps: how many collectives were issued, one after the other.
@@ -272,54 +271,66 @@ class PendingExchange:
     """
 
     def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool = False):
-        self._job, self._counts = job, counts
+        self._begin, self.job, self._counts = begin, job, counts
+        self._stages: Stages | None = None
         self._pending: Handle | None = None
         self.finish: Finish | None = None
-        """Set once the last collective is issued."""
-        self.waited, self.steps = 0.0, 0
-        self.num_bytes = -self._ledger_bytes()
-        self._begun = begin(job)
-        self._issue()
-        self.num_bytes += self._ledger_bytes()
+        self.waited, self.steps, self.num_bytes = 0.0, 0, 0
+        self.advance()
         self.sent = time.perf_counter()
 
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
         if self.finish is None:
-            before = self._ledger_bytes()
-            self._issue()
-            self.num_bytes += self._ledger_bytes() - before
+            before = self._bytes_sent()
+            self.finish = self._issue()
+            self.steps += 1
+            self.num_bytes += self._bytes_sent() - before
 
-    def _issue(self) -> None:
-        self.steps += 1
-        if not isinstance(self._begun, Generator):
-            self.finish = self._begun
-            return
+    def _bytes_sent(self) -> int:
+        return self.job.comm.ledger.bytes_sent if self._counts else 0
+
+    def _issue(self) -> Finish | None:
         result = None
-        if self._pending is not None:
-            with self._job.clock("wait"):
+        if self._stages is None:
+            begun = self._begin(self.job)
+            if not isinstance(begun, Generator):
+                return begun
+            self._stages = begun
+        elif self._pending is not None:
+            with self.job.clock("wait"):
                 result = self._pending.wait()
         try:
-            self._pending = self._begun.send(result)
+            self._pending = self._stages.send(result)
         except StopIteration as end:
-            self.finish = end.value
+            finish: Finish = end.value
+            return finish
+        return None
 
-    def _ledger_bytes(self) -> int:
-        return self._job.comm.ledger.bytes_sent if self._counts else 0
 
+class Members:
+    """Some of the workers, as a team of their own: collectives that only they call.
 
-class Team(Protocol):
-    """Workers that call collectives together: a communicator, or the leaders of its nodes."""
+    Args:
+        comm: all workers.
+        ranks: of the members, this worker's own among them.
+    """
 
-    rank: int
-    size: int
-    device: torch.device
+    def __init__(self, comm: Communicator, ranks: Sequence[int]):
+        self._comm, self._ranks = comm, list(ranks)
+        self.rank, self.size, self.device = self._ranks.index(comm.rank), len(self._ranks), comm.device
 
     def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
+        """Send `tensors[i]` to member i; entry i of the result comes from member i, of `sizes[i]` elements."""
+        return self._comm.all_to_all(tensors, sizes, self._ranks)
 
     def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
-        """As of a communicator."""
+        """Give every member the tensors of all."""
+        return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
+
+
+Team = Communicator | Members
+"""Workers that call collectives together."""
 
 
 def gather_messages(team: Team, message: Tensor, sizes: list[int], fixed: bool) -> Generator[Handle, Any, Handle]:
@@ -416,6 +427,14 @@ def unpack(message: Tensor, dense_numel: int) -> tuple[Tensor, Tensor]:
     return kernels.payload_as(message[: 4 * dense_numel], torch.float32, "dense"), message[4 * dense_numel :]
 
 
+def add_dense(messages: Sequence[Tensor], total: Tensor, weight: float) -> list[Tensor]:
+    """Add the dense vector of each message, times `weight`, to `total` in their order; returns their payloads."""
+    parts = [unpack(message, total.numel()) for message in messages]
+    for dense, _ in parts:
+        total.add_(dense, alpha=weight)
+    return [payload for _, payload in parts]
+
+
 def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """A new float32 vector of all elements."""
     if not parts:
@@ -451,9 +470,3 @@ def overwrite(
     """
     old = kernels.scatter.gather(segments, indices, counts)
     kernels.scatter.write(segments, indices, torch.where(where, values, old), counts)
-
-
-def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
-    in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [t if here else debug.empty(*t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]

@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 
 from ....codec import Codec
+from ....memory import Memory
 from .base import Finish, Job, Stages, message_nbytes
 
 # An exchange that loses twice must send this many times fewer bytes to be chosen: the second encoding of `scatter_reduce`
@@ -32,8 +33,7 @@ class Load:
         size: number of workers, W.
         workers_per_node: N.
         merged: whether all tensors are encoded as one segment.
-        remembers: whether a memory keeps what is lost.
-        needs_support: whether that memory learns which coordinates were sent.
+        memory: keeps what is lost; None if nothing does.
     """
 
     codec: Codec
@@ -42,8 +42,7 @@ class Load:
     size: int
     workers_per_node: int = 1
     merged: bool = False
-    remembers: bool = False
-    needs_support: bool = False
+    memory: Memory | None = None
 
 
 class Exchange(ABC):
@@ -63,10 +62,10 @@ class Exchange(ABC):
     """Whether every worker learns which coordinates were sent for it."""
     takes_selection: ClassVar[bool] = False
     """Whether workers encode their tensors as they are, so that a memory may select for the codec."""
-    takes_shares: ClassVar[bool] = False
-    """Whether workers own parts of the result, which may be unequal."""
-    has_memory: ClassVar[bool] = False
-    """Whether it encodes a second time, and can remember what that lost."""
+    gathers: ClassVar[bool] = False
+    """Whether every worker gets the messages of all, and decodes them with `Job.decode_messages`."""
+    has_owners: ClassVar[bool] = False
+    """Whether workers own parts of the result, which may be unequal; owners encode again, and remember what that lost."""
 
     @abstractmethod
     def begin(self, job: Job) -> Finish | Stages:
@@ -96,9 +95,13 @@ class Exchange(ABC):
         """
         return self.num_bytes(load.size, load.workers_per_node, self.message_nbytes(load))
 
-    @abstractmethod
-    def price(self, load: Load) -> float | None:
-        """The cost by which "auto" compares; None if this exchange does not suit the load."""
+    def suits(self, load: Load) -> bool:
+        """Whether "auto" may choose it."""
+        return True
+
+    def price(self, load: Load) -> float:
+        """The cost by which "auto" compares."""
+        return self.cost(load) * (SECOND_LOSS_FACTOR if self.selects_again or self.has_owners else 1)
 
     def check(self, codec: Codec) -> None:  # noqa: B027 -- most exchanges suit every codec
         """Raise ValueError unless the exchange suits the codec."""

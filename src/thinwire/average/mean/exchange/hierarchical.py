@@ -21,7 +21,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Generator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,7 +30,7 @@ from .... import debug, kernels
 from ....algorithm import require
 from ....comm import Communicator, Handle
 from ....kernels import Flag
-from .base import Job, Stages, flatten, gather_messages, pack, split_like, unpack
+from .base import Job, Members, Stages, add_dense, flatten, gather_messages, pack, split_like
 from .contract import Exchange, Load
 
 
@@ -48,13 +47,14 @@ class HierarchicalReduce(Exchange):
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
         return (size // workers_per_node - 1) * message
 
-    def price(self, load: Load) -> float | None:
-        return self.cost(load) if load.workers_per_node > 1 and not load.needs_support else None
+    def suits(self, load: Load) -> bool:
+        return load.workers_per_node > 1 and not (load.memory is not None and load.memory.needs_support)
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
         own = take(job)
         num_bytes = job.message_nbytes(job.tensors, job.dense)
+        # All workers decide alike: it follows from sizes that all of them know.
         forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
         node_sum = yield from node.reduce(own)
@@ -102,36 +102,29 @@ def _encode(job: Job, node_sum: Tensor) -> Tensor:
 
 
 def _decode(job: Job, messages: list[Tensor], totals: list[Tensor], dense_total: Tensor) -> Flag:
-    parts = [unpack(m, job.dense.numel()) for m in messages]
-    for dense, _ in parts:
-        dense_total.add_(dense, alpha=1.0 / job.comm.size)
-    return job.decode([payload for _, payload in parts], totals, job.scale / len(messages), job.keys)
+    payloads = add_dense(messages, dense_total, 1.0 / job.comm.size)
+    return job.decode(payloads, totals, job.scale / len(messages), job.keys)
 
 
-@dataclass(frozen=True)
 class Node:
-    """The node of this worker: `workers_per_node` consecutive ranks, led by the first."""
+    """The node of this worker: `workers_per_node` consecutive ranks, led by the first.
 
-    comm: Communicator
-    workers_per_node: int
+    Args:
+        comm: all workers.
+        workers_per_node: how many.
 
-    @property
-    def leader(self) -> int:
-        return self.comm.rank - self.comm.rank % self.workers_per_node
+    Attributes:
+        leader: the rank of its leader.
+        members: all other ranks of the node.
+        leaders: the leaders of all nodes.
+    """
 
-    @property
-    def is_leader(self) -> bool:
-        return self.comm.rank == self.leader
-
-    @property
-    def members(self) -> range:
-        """All ranks of the node except the leader."""
-        return range(self.leader + 1, self.leader + self.workers_per_node)
-
-    @property
-    def leaders(self) -> range:
-        """The leaders of all nodes."""
-        return range(0, self.comm.size, self.workers_per_node)
+    def __init__(self, comm: Communicator, workers_per_node: int):
+        self.comm = comm
+        self.leader = comm.rank - comm.rank % workers_per_node
+        self.is_leader = comm.rank == self.leader
+        self.members = range(self.leader + 1, self.leader + workers_per_node)
+        self.leaders = range(0, comm.size, workers_per_node)
 
     def reduce(self, own: Tensor) -> Generator[Handle, Any, Tensor]:
         """Send `own` to the leader. Returns the sum in rank order on the leader, and `own` on other members."""
@@ -139,6 +132,7 @@ class Node:
             yield self.comm.exchange({self.leader: own}, {})
             return own
         parts = yield self.comm.exchange({}, {member: debug.empty_like(own) for member in self.members})
+        # Parts come in rank order, so the sum has the same bits in every run.
         total = own.clone()
         for part in parts.values():
             total += part
@@ -152,7 +146,7 @@ class Node:
             num_bytes: size of all messages, or an upper bound.
             fixed: whether it is exact; if not, the exact sizes travel first.
         """
-        team = Leaders(self)
+        team = Members(self.comm, self.leaders)
         gathering = gather_messages(team, message, [num_bytes] * team.size, fixed)
         messages: list[Tensor] = yield (yield from gathering)
         return messages
@@ -164,27 +158,6 @@ class Node:
             sends = dict.fromkeys(self.members, tensor) if self.is_leader else {}
             handles.append(self.comm.exchange(sends, {} if self.is_leader else {self.leader: tensor}))
         return handles
-
-
-class Leaders:
-    """The leaders of all nodes, as a team of their own: collectives that only they call.
-
-    Args:
-        node: of this leader.
-    """
-
-    def __init__(self, node: Node):
-        self._comm, self._ranks = node.comm, list(node.leaders)
-        self.rank, self.size = self._ranks.index(node.leader), len(self._ranks)
-        self.device = node.comm.device
-
-    def all_to_all(self, tensors: list[Tensor], sizes: list[int] | None = None) -> Handle:
-        """Send `tensors[i]` to leader i; entry i of the result comes from leader i, of `sizes[i]` elements."""
-        return self._comm.all_to_all(tensors, sizes, self._ranks)
-
-    def all_gather(self, tensor: Tensor, sizes: list[int] | None = None) -> Handle:
-        """Give every leader the tensors of all."""
-        return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
 
 
 def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
@@ -219,12 +192,14 @@ def launched_nodes(comm: Communicator) -> int:
     if comm.layout is not None:
         return comm.layout.workers_per_node
     local_size, size = os.environ.get("LOCAL_WORLD_SIZE"), os.environ.get("WORLD_SIZE")
+    # A part of the launcher's workers need not fill its nodes.
     if local_size is None or size != str(comm.size) or local_size == size:
         return 1
     places = comm.gather_objects([local_size, os.environ.get("LOCAL_RANK", "0")])
     nodes = int(local_size) if local_size.isdecimal() else 0
     if nodes and all(place == [local_size, str(rank % nodes)] for rank, place in enumerate(places)):
         return nodes
+    # All workers have the same list, so that one warning is enough.
     if comm.rank == 0:
         warnings.warn(
             f"Mean(exchange='auto') ignores nodes: ranks {places} (LOCAL_WORLD_SIZE, LOCAL_RANK) are not nodes of equal "

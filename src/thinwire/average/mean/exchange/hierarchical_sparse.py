@@ -23,9 +23,9 @@ from torch import Tensor
 from .... import debug, kernels
 from ....codec import Codec
 from ....kernels import Flag
-from .base import Job, Stages, flat_segments, split_like, store_segments
-from .contract import SECOND_LOSS_FACTOR, Exchange, Load
-from .hierarchical import Leaders, Node, take
+from .base import Job, Members, Stages, flat_segments, split_like, store_segments
+from .contract import Exchange, Load
+from .hierarchical import Node, take
 from .regions import Regions
 from .sparse_reduce import SparseReduction, Summed, layout_of, leave, parts_of, regions_nbytes
 
@@ -47,23 +47,22 @@ class HierarchicalSparse(Exchange):
     def message_nbytes(self, load: Load) -> int:
         return regions_nbytes(load, load.size // load.workers_per_node)
 
-    def price(self, load: Load) -> float | None:
-        suits = load.workers_per_node > 1 and load.remembers and load.codec.traits.sparse is not None
-        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+    def suits(self, load: Load) -> bool:
+        return load.workers_per_node > 1 and load.memory is not None and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
-        layout = layout_of(parts_of(job.codec), _numels(job), len(node.leaders))
+        layout = layout_of(parts_of(job.codec), [t.numel() for t in job.tensors], len(node.leaders), job.merged)
         own = take(job)
         node_sum = yield from node.reduce(own)
         message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
         if node.is_leader:
             *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
             segments = flat_segments(tensors, job.merged)
-            reduction = SparseReduction(job, Leaders(node), segments, dense)
+            reduction = SparseReduction(job, Members(job.comm, node.leaders), segments, dense)
             messages = yield (yield from reduction.deliver())
             with job.clock("decode"):
                 summed = reduction.collect(messages)
@@ -85,12 +84,6 @@ class HierarchicalSparse(Exchange):
                 return leave(summed, layout, totals, dense_total, job)
 
         return finish
-
-
-def _numels(job: Job) -> list[int]:
-    """Elements of each segment."""
-    numels = [t.numel() for t in job.tensors]
-    return [sum(numels)] if job.merged and numels else numels
 
 
 def _sizes(layout: Regions, job: Job) -> list[int]:

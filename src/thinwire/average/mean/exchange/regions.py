@@ -65,6 +65,7 @@ class Regions:
     def _region(self, ends: list[int], first: int, last: int) -> list[Piece]:
         """The pieces between two numbers of kept coordinates."""
         pieces = []
+        # From the segment in which coordinate `first` lies.
         for s in range(bisect_right(ends, first) - 1, len(self.numels)):
             begin, end = max(first, ends[s]), min(last, ends[s + 1])
             if begin < end:
@@ -84,6 +85,7 @@ class Regions:
 
     def indices(self, positions: Tensor, counts: list[int]) -> Tensor:
         """Undo `positions`."""
+        # An empty segment has no positions, and no inverse modulo 0.
         inverse = [pow(a, -1, n) if n else 0 for a, n in zip(self.multipliers, self.numels, strict=True)]
         of = self._per_coordinate(counts, inverse, positions.device)
         return ((positions - of[2]) * of[1] % of[0]).int()
@@ -134,6 +136,7 @@ def spread(numel: int) -> int:
         >>> spread(1000)
         619
     """
+    # Multiples of the golden section lie far apart modulo `numel`.
     multiplier = round(numel * 0.6180339887498949)
     while math.gcd(multiplier, numel) != 1:
         multiplier += 1

@@ -46,6 +46,7 @@ from .base import (
     Job,
     Shares,
     Stages,
+    add_dense,
     gather_messages,
     message_nbytes,
     pack,
@@ -56,7 +57,7 @@ from .base import (
     split_numel,
     unpack,
 )
-from .contract import SECOND_LOSS_FACTOR, Exchange, Load
+from .contract import Exchange, Load
 
 # The second encoding always uses plain error feedback: momentum, if any, is in the first memory.
 OWNER_MEMORY = ErrorFeedback()
@@ -134,8 +135,7 @@ class ScatterReduce(Exchange):
     """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
 
     word = "scatter_reduce"
-    takes_shares = True
-    has_memory = True
+    has_owners = True
 
     def steps(self, size: int, workers_per_node: int) -> int:
         return 2
@@ -148,8 +148,8 @@ class ScatterReduce(Exchange):
         shapes = list(load.shapes)
         return load.size * max(shard_nbytes(load.codec, shapes, load.dense_numel, load.size, load.merged))
 
-    def price(self, load: Load) -> float | None:
-        return SECOND_LOSS_FACTOR * self.cost(load) if load.codec.traits.unbiased else None
+    def suits(self, load: Load) -> bool:
+        return load.codec.traits.unbiased
 
     def begin(self, job: Job) -> Stages:
         comm, me = job.comm, job.comm.rank
@@ -159,9 +159,8 @@ class ScatterReduce(Exchange):
         sizes = shard_nbytes(job.codec, shapes, job.dense.numel(), comm.size, job.merged, job.shares)
 
         received = yield from _all_to_all(comm, job.codec, messages, sizes[me])
-        dense_mean, mean = _reduce(job, [unpack(m, dense_pieces[me].numel()) for m in received], shards[me])
-
-        x = _compensate(job, shards[me].positions, mean)
+        dense_mean = torch.zeros_like(dense_pieces[me])
+        x = _compensate(job, shards[me].positions, _reduce(job, received, dense_mean, shards[me]))
         message = pack(dense_mean, job.of(shards[me].positions).encode(x, _piece_keys(job, shards[me], SUMMED)))
         handle = yield from gather_messages(comm, message, sizes, fixed=job.codec.traits.fixed_size)
 
@@ -212,16 +211,14 @@ def _sections(job: Job) -> list[tuple[int, ...]] | None:
     return _shard_sections(job.codec, tuple(t.shape for t in job.tensors), job.comm.size, job.merged, job.shares)
 
 
-def _reduce(job: Job, received: list[tuple[Tensor, Tensor]], shard: Shard) -> tuple[Tensor, list[Tensor]]:
-    """The means of the dense pieces and of the decoded pieces, added in rank order."""
+def _reduce(job: Job, received: list[Tensor], dense_mean: Tensor, shard: Shard) -> list[Tensor]:
+    """The means of the decoded pieces, added in rank order; that of the dense pieces is added to `dense_mean`."""
     weight = 1.0 / job.comm.size
+    payloads = add_dense(received, dense_mean, weight)
     mean = [debug.empty(*piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
-    job.of(shard.positions).decode([payload for _, payload in received], mean, weight, keys)
-    dense_mean = torch.zeros_like(received[0][0])
-    for dense, _ in received:
-        dense_mean.add_(dense, alpha=weight)
-    return dense_mean, mean
+    job.of(shard.positions).decode(payloads, mean, weight, keys)
+    return mean
 
 
 def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tensor]:
@@ -241,6 +238,7 @@ def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
     if job.shares:
         owned = [[i for i, piece in enumerate(pieces) if piece[rank].numel()] for rank in range(size)]
     else:
+        # Equal parts: an owner has a piece of each tensor with more rows than its rank. It saves asking each piece.
         owned = [[i for i, n in enumerate(rows) if rank < n] for rank in range(size)]
     return [Shard(positions, [pieces[i][rank] for i in positions]) for rank, positions in enumerate(owned)]
 

@@ -55,6 +55,7 @@ from .base import (
     Job,
     Stages,
     Team,
+    add_dense,
     flat_segments,
     gather_messages,
     overwrite,
@@ -65,7 +66,7 @@ from .base import (
     store_segments,
     unpack,
 )
-from .contract import SECOND_LOSS_FACTOR, Exchange, Load
+from .contract import Exchange, Load
 from .regions import Piece, Regions, regions
 
 
@@ -85,9 +86,8 @@ class SparseReduce(Exchange):
     def message_nbytes(self, load: Load) -> int:
         return regions_nbytes(load, load.size)
 
-    def price(self, load: Load) -> float | None:
-        suits = load.remembers and load.codec.traits.sparse is not None
-        return SECOND_LOSS_FACTOR * self.cost(load) if suits else None
+    def suits(self, load: Load) -> bool:
+        return load.memory is not None and load.codec.traits.sparse is not None
 
     def check(self, codec: Codec) -> None:
         parts_of(codec)
@@ -223,8 +223,12 @@ class SparseReduction:
             payload, lacks = self._encode_pieces(i, v, counts[owner], owner, owner + 1)
             payloads.append([payload])
             lacking.append(lacks)
-        lossless = all(lacks is None for lacks in lacking)
-        return payloads, None if lossless else _joined(lacking, totals, values.device)
+        if all(lacks is None for lacks in lacking):
+            return payloads, None
+        zeros = torch.zeros_like(values).split(totals)
+        return payloads, torch.cat(
+            [zero if lacks is None else lacks for lacks, zero in zip(lacking, zeros, strict=True)]
+        )
 
     def _sections(self, counts: list[list[int]], regions: list[list[Piece]]) -> list[tuple[int, ...]] | None:
         """The sections of the payload of each region, with so many coordinates of its pieces; None if it cannot be cut."""
@@ -266,10 +270,8 @@ class SparseReduction:
         region, device = self.layout.pieces[self.team.rank], self.dense.device
         sums = [torch.zeros(p.numel, device=device) for p in region]
         dense_mean = torch.zeros(dense_numel, device=device)
-        parts = [unpack(message, dense_numel) for message in received]
-        for dense, _ in parts:
-            dense_mean.add_(dense, alpha=1.0 / self.job.comm.size)
-        decoded = self._decode([payload for _, payload in parts], counts, [region] * len(parts))
+        payloads = add_dense(received, dense_mean, 1.0 / self.job.comm.size)
+        decoded = self._decode(payloads, counts, [region] * len(payloads))
         for (indices, values), of_pieces in zip(decoded, counts, strict=True):
             kernels.scatter.add(sums, indices, values, of_pieces, 1.0)
         return dense_mean, sums
@@ -338,20 +340,17 @@ def parts_of(codec: Codec) -> SparseParts:
     )
 
 
-def layout_of(parts: SparseParts, numels: Sequence[int], size: int) -> Regions:
-    """The regions of `size` workers for segments of `numels` elements."""
+def layout_of(parts: SparseParts, numels: Sequence[int], size: int, merged: bool = False) -> Regions:
+    """The regions of `size` workers for segments of `numels` elements, or for one of all of them if `merged`."""
+    numels = [sum(numels)] if merged and numels else numels
     return regions(tuple(numels), tuple(parts.sparsifier.count(n) for n in numels), size)
 
 
 def message_sizes(parts: SparseParts, layout: Regions, dense_numel: int) -> list[int]:
     """Bytes of each owner's message to all: a bound where the size is not fixed."""
     dense = [split_numel(dense_numel, layout.size, rank) for rank in range(layout.size)]
-    return [4 * d + region_nbytes(parts, region) for d, region in zip(dense, layout.pieces, strict=True)]
-
-
-def region_nbytes(parts: SparseParts, region: list[Piece]) -> int:
-    """Bytes of the coordinates that an owner keeps."""
-    return parts.nbytes([p.kept for p in region], [p.numel for p in region]) if region else 0
+    kept = [parts.nbytes([p.kept for p in r], [p.numel for p in r]) if r else 0 for r in layout.pieces]
+    return [4 * d + num_bytes for d, num_bytes in zip(dense, kept, strict=True)]
 
 
 def regions_nbytes(load: Load, size: int) -> int:
@@ -361,7 +360,7 @@ def regions_nbytes(load: Load, size: int) -> int:
     where workers select as many coordinates in each region as are kept there, and a little more otherwise.
     """
     numels, parts = [shape.numel() for shape in load.shapes], parts_of(load.codec)
-    layout = layout_of(parts, [sum(numels)] if load.merged and numels else numels, size)
+    layout = layout_of(parts, numels, size, load.merged)
     return size * (max(message_sizes(parts, layout, load.dense_numel)) + max(header_nbytes(layout)) // 2)
 
 
@@ -376,13 +375,6 @@ def header_nbytes(layout: Regions) -> list[int]:
 def _repeat(starts: list[int], counts: list[int], device: torch.device) -> Tensor:
     """`counts[i]` times `starts[i]`, int64."""
     return uploaded(device, starts).repeat_interleave(uploaded(device, counts), output_size=sum(counts))
-
-
-def _joined(lost: list[Tensor | None], counts: list[int], device: torch.device) -> Tensor:
-    """One vector, with zeros where nothing was lost."""
-    return torch.cat(
-        [torch.zeros(n, device=device) if lacks is None else lacks for lacks, n in zip(lost, counts, strict=True)]
-    )
 
 
 def _contains(some: Tensor, others: Tensor) -> Tensor:

@@ -38,5 +38,4 @@ def cheapest(load: Load) -> Exchange:
     differently, with or without memory, so the user has to ask for it. The choice depends on the load only, so it is
     the same on all workers.
     """
-    prices = [(exchange, exchange.price(load)) for exchange in EXCHANGES.values()]
-    return min(((exchange, price) for exchange, price in prices if price is not None), key=lambda pair: pair[1])[0]
+    return min((e for e in EXCHANGES.values() if e.suits(load)), key=lambda exchange: exchange.price(load))

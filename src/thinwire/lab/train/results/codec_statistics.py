@@ -48,7 +48,7 @@ def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tenso
         >>> tw.LocalWorld(1).run(worker)
         [{'variance': 0.1}]
     """
-    chosen = strategy.diagnostics() if strategy.averager.has_rounds else {}
+    chosen = strategy.diagnostics() if strategy.averager.traits.has_rounds else {}
     found: dict[str, Any] = {name: chosen[name] for name in CHOSEN if name in chosen}
     if strategy.models_differ:
         return found

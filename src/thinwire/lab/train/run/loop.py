@@ -268,7 +268,7 @@ class _Worker:
             self.ahead = self.blocks.course(state.done, self.workers.comm.size)
             step = step._replace(epoch=self.ahead.passes(state.done), ends_epoch=self.blocks.epoch_has_ended())
         state.row_is_due |= self._row_is_due(step)
-        has_rounds = self.strategy.averager.has_rounds  # workers without rounds synchronise only at rows
+        has_rounds = self.strategy.averager.traits.has_rounds  # workers without rounds synchronise only at rows
         stop = self.workers.stop_signal(interruption, not has_rounds, state.row_is_due)
         every = config.checkpoint_every or self.ahead.num_steps
         state.save_is_due |= bool(stop) or step.ends_epoch or step.number % every == 0

@@ -28,7 +28,7 @@ def _check(config: RunConfig) -> None:
     check_installed(config)
     check_clipping(config)
     strategy = config.parsed_strategy()
-    if strategy.averager.needs_names:
+    if strategy.averager.traits.needs_names:
         return  # only the real model has them
 
     def worker(comm: Communicator) -> None:

@@ -267,7 +267,7 @@ def check_clipping(config: RunConfig) -> None:
     """
     averager = config.parsed_strategy().averager
     require(
-        config.clip_norm is None or not averager.has_momentum,
+        config.clip_norm is None or not averager.traits.has_momentum,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "
         "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
     )
