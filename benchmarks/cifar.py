@@ -74,7 +74,7 @@ def table(runs: Sequence[Run]) -> list[str]:
         final, sent = run.summary["final"], run.summary["bytes_sent_per_worker"]
         mean = final.get("mean_model_test_accuracy")
         lines.append(
-            f"| {run.label} | `{METHODS[run.label][0]}` | {final['test_accuracy']:.2%} | "
+            f"| {run.label} | `{METHODS[run.label]}` | {final['test_accuracy']:.2%} | "
             f"{'' if mean is None else f'{mean:.2%}'} | {sent / 1e6:,.2f} | {times(run.summary['dense_fp32_bytes'], sent)} |"
         )
     return lines
