@@ -19,11 +19,12 @@ import time
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
-from studies import append, read, replace_part
+from studies import append, read
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -156,9 +157,7 @@ def table(options: argparse.Namespace) -> None:
     """The two tables, into the page."""
     rows = read(options.results)
     for optimizer in OPTIMIZERS:
-        lines = lines_of(optimizer, rows)
-        print("\n".join(lines), end="\n\n")
-        replace_part(options.page, optimizer, lines)
+        publish(options.page, optimizer, lines_of(optimizer, rows))
 
 
 def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -166,27 +165,19 @@ def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
     ours = {label: [r for r in rows if r["method"] == label and r["optimizer"] == optimizer] for label in METHODS}
     if not any(ours.values()):
         return ["No run yet."]
-    dense = {row["seed"]: row for row in ours["dense"]}
-    lines = [
-        "| method | strategy | perplexity | above dense | MB sent by a worker | fewer than fp32 | fewer than bf16 | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for label, runs in sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf])):
-        if runs:
-            lines.append(line(label, runs, dense))
-    return lines
+    dense = {r["seed"]: r for r in ours["dense"]}
+    names = "method, strategy, perplexity, above dense, MB sent by a worker, fewer than fp32, fewer than bf16, seeds"
+    by_perplexity = sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf]))
+    return [*table_head(names.split(", ")), *(line(label, runs, dense) for label, runs in by_perplexity if runs)]
 
 
 def line(label: str, runs: list[dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:
     """One method over its seeds; "above dense" compares runs of the same seed."""
-    perplexities = [row["perplexity"] for row in runs]
-    spread = f" ± {stdev(perplexities):.2f}" if len(runs) > 1 else ""
-    above = mean(row["perplexity"] / dense[row["seed"]]["perplexity"] - 1 for row in runs)
-    sent = mean(row["bytes_sent"] for row in runs)
-    full = mean(dense[row["seed"]]["bytes_sent"] for row in runs)
-    method = METHODS[label]
-    cells = [label, f"`{method.strategy}`", f"{mean(perplexities):.2f}{spread}", f"{above:+.1%}", f"{sent / 1e6:.1f}"]
-    return f"| {' | '.join([*cells, f'{full / sent:.1f}', f'{full / sent / 2:.1f}', str(len(runs))])} |"
+    above = mean(r["perplexity"] / dense[r["seed"]]["perplexity"] - 1 for r in runs)
+    sent = mean(r["bytes_sent"] for r in runs)
+    full = mean(dense[r["seed"]]["bytes_sent"] for r in runs)
+    cells = [label, f"`{METHODS[label].strategy}`", spread(r["perplexity"] for r in runs), f"{above:+.1%}"]
+    return table_row([*cells, f"{sent / 1e6:.1f}", f"{full / sent:.1f}", f"{full / sent / 2:.1f}", len(runs)])
 
 
 def main() -> None:
@@ -195,7 +186,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("data", type=Path, nargs="?", default=Path("data/wikitext-2"))
     parser.add_argument("--results", type=Path, default=Path("runs/adam/results.jsonl"))
-    parser.add_argument("--page", type=Path, default=Path(__file__).parent.parent / "docs" / "adam.md")
+    parser.add_argument("--page", type=Path, default=DOCS / "adam.md")
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument(

@@ -43,6 +43,7 @@ from typing import Any, NamedTuple
 from chaos_train import train
 from chaos_worker import IN_DDP, IN_SHARDS, NUM_BLOCKS, Fault, enter, strategy_of, worker
 from netlab import INTERFACE, Lab
+from tables import table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Credentials, Lighthouse
@@ -398,16 +399,13 @@ def table(outcomes: list[Outcome], by: Callable[[Outcome], str], title: str) -> 
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[by(outcome)].append(outcome)
-    lines = [
-        f"| {title} | survived | noticed after (s) | next commit after (s) | largest norm lost |",
-        "| --- " * 5 + "|",
-    ]
+    lines = table_head([title, "survived", "noticed after (s)", "next commit after (s)", "largest norm lost"])
     for name, found in groups.items():
         survived = sum(not outcome.failure for outcome in found)
         cells = [_seconds([getattr(o, key) for o in found]) for key in ("detected", "committed")]
         lost = max((o.lost for o in found if o.lost is not None), default=None)
         cells.append("-" if lost is None else f"{lost:.2g}")
-        lines.append(f"| {name} | {survived} of {len(found)} | {' | '.join(cells)} |")
+        lines.append(table_row([name, f"{survived} of {len(found)}", *cells]))
     return lines
 
 

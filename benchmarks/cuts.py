@@ -44,6 +44,7 @@ import torch
 import torch.distributed as dist
 from chaos_worker import call_before, enter
 from netlab import INTERFACE, Lab
+from tables import table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -372,8 +373,7 @@ def main() -> int:
         plain = dict(zip(names, pool.map(lambda name: outcome(name, 0.0), names), strict=True))
         cases = [(name, seconds) for seconds in options.seconds for name in names]
         found = dict(zip(cases, pool.map(lambda case: outcome(*case), cases), strict=True))
-    print(f"| strategy | {' | '.join(f'{seconds:g} s' for seconds in options.seconds)} |")
-    print("| --- " * (1 + len(options.seconds)) + "|")
+    print(*table_head(["strategy", *(f"{seconds:g} s" for seconds in options.seconds)]), sep="\n")
     failures = []
     for name in names:
         cells = []
@@ -381,7 +381,7 @@ def main() -> int:
             wrong = faults(name, found[name, seconds], plain[name])
             cells.append(f"{len(PHASES)} of {len(PHASES)} phases" if not wrong else ", ".join(wrong))
             failures += [f"{name}, {seconds:g} s, {phase}: {why}" for phase, why in wrong.items()]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(table_row([name, *cells]))
     print("", *failures, sep="\n")
     return int(bool(failures))
 

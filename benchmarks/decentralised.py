@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies import finished
+from tables import table_head, table_row
 
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
@@ -60,17 +61,13 @@ def main() -> None:
 
 def table(runs: list[Run]) -> list[str]:
     """Markdown; accuracies in per cent, distance of the last row, megabytes sent by a worker in the whole run."""
-    lines = [
-        "| strategy | local models | mean model | consensus distance | MB sent by a worker |",
-        "|---|---|---|---|---|",
-    ]
+    lines = table_head(["strategy", "local models", "mean model", "consensus distance", "MB sent by a worker"])
     for run in runs:
         final, megabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e6
         local, mean = final["test_accuracy"], final.get("mean_model_test_accuracy", final["test_accuracy"])
         distance = final.get("consensus_distance", 0.0)
-        lines.append(
-            f"| `{run.label}` | {local:.1%} | {mean:.1%} | {distance:.2g} | {megabytes:.1f} |".replace("%", " %")
-        )
+        percents = [f"{100 * accuracy:.1f} %" for accuracy in (local, mean)]
+        lines.append(table_row([f"`{run.label}`", *percents, f"{distance:.2g}", f"{megabytes:.1f}"]))
     return lines
 
 

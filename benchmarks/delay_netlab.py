@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 from netlab import Lab
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 from torch import nn
 
 import thinwire as tw
@@ -59,12 +59,11 @@ def main() -> None:
             sys.exit(code)
         rows = json.loads(file.read_text())
     alone = rows[ALONE]["step"]
-    lines = ["| method | step | ratio | blocked a step | bytes a step | peak bytes |", "|---|---|---|---|---|---|"]
+    lines = table_head(["method", "step", "ratio", "blocked a step", "bytes a step", "peak bytes"])
     for name, row in rows.items():
-        times = f"{1e3 * row['step']:.1f} ms | {row['step'] / alone:.2f} | {1e3 * row['blocked']:.1f} ms"
-        lines.append(f"| {name} | {times} | {row['bytes']:,.0f} | {row['peak']:,.0f} |")
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "delay, network lab", lines)
+        times = [f"{1e3 * row['step']:.1f} ms", f"{row['step'] / alone:.2f}", f"{1e3 * row['blocked']:.1f} ms"]
+        lines.append(table_row([name, *times, f"{row['bytes']:,.0f}", f"{row['peak']:,.0f}"]))
+    publish(DOCS / "benchmarks.md", "delay, network lab", lines)
 
 
 def work(file: Path, steps: int, repetitions: int, pause: float, batch_size: int) -> None:

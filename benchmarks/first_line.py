@@ -19,11 +19,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
-from studies import append, read, replace_part
+from studies import append, read
+from tables import publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -305,13 +306,12 @@ def table(options: argparse.Namespace) -> None:
     parts["Muon"] = (LENGTHS[-1], ["Muon"], list(MUON_LINES))
     for part, (steps, optimizers, labels) in parts.items():
         lines = lines_of([row for row in rows if row["steps"] == steps], optimizers, labels)
-        print("\n".join(lines), end="\n\n")
-        replace_part(options.page, part, lines)
+        publish(options.page, part, lines)
 
 
 def lines_of(rows: list[dict[str, Any]], optimizers: list[str], labels: list[str]) -> list[str]:
     """Markdown: how far each line is from dense, the first of them, and how many times fewer bytes it sent."""
-    lines = ["| task | optimizer | " + " | ".join(labels) + " |", "|---|---|" + "---|" * len(labels)]
+    lines = table_head(["task", "optimizer", *labels])
     for name, task in TASKS.items():
         for optimizer in optimizers:
             ours = [r for r in rows if (r["task"], r["optimizer"]) == (name, optimizer)]
@@ -320,15 +320,14 @@ def lines_of(rows: list[dict[str, Any]], optimizers: list[str], labels: list[str
             )
             if dense:
                 cells = [dense_cell(task, list(dense.values())), *(cell(task, runs, dense) for runs in others)]
-                lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
+                lines.append(table_row([name, optimizer, *cells]))
     return lines
 
 
 def dense_cell(task: Task, runs: list[dict[str, Any]]) -> str:
     """The measure of dense training, with its standard deviation over seeds."""
     values = [row["value"] for row in runs]
-    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
+    return f"{spread(values, '.3f', '.2g')} nats" if task.is_loss else f"{spread(values, '.1f', '.2g')} %"
 
 
 def cell(task: Task, runs: dict[int, dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:

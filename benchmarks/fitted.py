@@ -23,12 +23,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
 from netlab import Lab
-from studies import append, read, replace_part
+from studies import append, read
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -41,7 +42,7 @@ from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageM
 
 WORKERS, SEEDS = 4, (0, 1, 2)
 PHASES = (5, 60, 150)
-PAGE = Path(__file__).parent.parent / "docs" / "fitted.md"
+PAGE = DOCS / "fitted.md"
 RESULTS = Path("runs/fitted/results.jsonl")
 
 Batches = Callable[[int, int], tuple[Tensor, Tensor]]  # of a worker and a step
@@ -227,10 +228,8 @@ def train(options: argparse.Namespace) -> None:
 def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
     rows = read(options.results)
-    lines = [
-        "| task | named codec | dense | named | best single | fitted | gap closed | MB: named | best single | fitted | seeds |",
-        "|" + "---|" * 11,
-    ]
+    names = "task, named codec, dense, named, best single, fitted, gap closed, MB: named, best single, fitted, seeds"
+    lines = table_head(names.split(", "))
     for label in TASKS:
         of_task = [row for row in rows if row["task"] == label]
         dense = {row["seed"]: row["quality"] for row in of_task if row["kind"] == "dense"}
@@ -245,28 +244,18 @@ def table(options: argparse.Namespace) -> None:
             single = best(others, key=lambda runs: mean(r["quality"] for r in runs))
             named, codec = others[0], SINGLE[budget]
             shown = " / ".join(gap_closed(fitted, runs, dense) for runs in (named, single))
-            cells = [label, f"{budget}: `{codec}`", spread(dense.values())]
-            cells += [
-                spread(r["quality"] for r in named),
-                f"{spread(r['quality'] for r in single)}: `{single[0]['codec']}`",
-            ]
-            cells += [spread(r["quality"] for r in fitted), shown]
-            cells += [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
-            lines.append(f"| {' | '.join([*cells, str(len(fitted))])} |")
-    print("\n".join(lines))
-    replace_part(PAGE, "quality", lines)
+            qualities = [spread(r["quality"] for r in runs) for runs in (named, single, fitted)]
+            qualities[1] += f": `{single[0]['codec']}`"
+            megabytes = [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
+            cells = [label, f"{budget}: `{codec}`", spread(dense.values()), *qualities, shown, *megabytes]
+            lines.append(table_row([*cells, len(fitted)]))
+    publish(PAGE, "quality", lines)
 
 
 def gap_closed(fitted: list[dict[str, Any]], single: list[dict[str, Any]], dense: dict[int, float]) -> str:
     """How much of the distance to dense is gone, where it is more than 2 %."""
     gap, left = (mean(r["quality"] - dense[r["seed"]] for r in runs) for runs in (single, fitted))
     return f"{1 - left / gap:.0%}" if abs(gap) > 0.02 * mean(dense.values()) else "-"
-
-
-def spread(values: Any) -> str:
-    """Mean and standard deviation."""
-    found = list(values)
-    return f"{mean(found):.2f}" + (f" ± {stdev(found):.2f}" if len(found) > 1 else "")
 
 
 # ---- errors at equal bytes ----
@@ -317,7 +306,7 @@ def errors(options: argparse.Namespace) -> None:
     """The table: the error of a choice on the gradients of the *next* step, over that of the single codec there."""
     torch.set_num_threads(1)
     columns = {budget: codec for budget, codec in SINGLE.items() if budget != "1 bit"}
-    lines = [f"| task | step | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    lines = table_head(["task", "step", *columns])
     for label in options.tasks:
         task = TASKS[label]
         data = loaded(task, options.data)
@@ -333,9 +322,9 @@ def errors(options: argparse.Namespace) -> None:
                     chosen = fit(tw.Fitted(single, weighting=weighting), now)
                     shares.append(lost(chosen, after, weighting) / lost(single, after, weighting))
                 cells.append(" / ".join(f"{share:.2g}" for share in shares))
-            lines.append(f"| {label} | {step} | {' | '.join(cells)} |")
+            lines.append(table_row([label, step, *cells]))
             print(lines[-1], flush=True)
-    replace_part(PAGE, "errors", lines)
+    publish(PAGE, "errors", lines)
 
 
 # ---- cost ----

@@ -13,10 +13,10 @@ import argparse
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from studies import replace_part
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -38,10 +38,7 @@ WORKERS, SEEDS, BATCH_SIZE, EPOCHS = 8, (0, 1, 2), 16, 30
 
 def study_bytes() -> list[str]:
     """Mean and largest of the workers, in payloads of the codec."""
-    rows = [
-        "| codec | gradients | " + " | ".join(f"W = {size}" for size in SIZES) + " |",
-        "|---|---|" + "---|" * len(SIZES),
-    ]
+    rows = table_head(["codec", "gradients", *(f"W = {size}" for size in SIZES)])
     for label, codec in CODECS.items():
         for kind, gradient in {"random": random_gradient, "real": real_gradients()}.items():
             cells = []
@@ -51,7 +48,7 @@ def study_bytes() -> list[str]:
                 ]
                 cells.append(f"{mean(sent):.2f} ({max(sent):.2f})")
                 print(label, kind, size, cells[-1], flush=True)
-            rows.append(f"| `{codec}` | {kind} | " + " | ".join(cells) + " |")
+            rows.append(table_row([f"`{codec}`", kind, *cells]))
     return rows
 
 
@@ -89,21 +86,17 @@ def real_gradients() -> Callable[[int], Tensor]:
 
 def study_accuracy() -> list[str]:
     """Test accuracy of each codec with each exchange, and what a worker sends."""
-    rows = [
-        "| codec, with `ErrorFeedback()` | exchange | test accuracy | MB sent by a worker |",
-        "|---|---|---|---|",
-    ]
-    for codec in [tw.TopK(RATIO)]:
-        for exchange in EXCHANGES:
-            averager = tw.Mean(codec, tw.ErrorFeedback(), exchange=exchange)
-            results = []
-            for seed in SEEDS:
-                results.append(train(averager, seed))
-                print(averager, seed, results[-1], flush=True)
-            percents, sent = zip(*results, strict=True)
-            rows.append(
-                f"| `{codec}` | `{exchange}` | {mean(percents):.1f} ± {stdev(percents):.1f} % | {mean(sent) / 1e6:.2f} |"
-            )
+    rows = table_head(["codec, with `ErrorFeedback()`", "exchange", "test accuracy", "MB sent by a worker"])
+    codec = tw.TopK(RATIO)
+    for exchange in EXCHANGES:
+        averager = tw.Mean(codec, tw.ErrorFeedback(), exchange=exchange)
+        results = []
+        for seed in SEEDS:
+            results.append(train(averager, seed))
+            print(averager, seed, results[-1], flush=True)
+        percents, sent = zip(*results, strict=True)
+        accuracy = f"{spread(percents, '.1f')} %"
+        rows.append(table_row([f"`{codec}`", f"`{exchange}`", accuracy, f"{mean(sent) / 1e6:.2f}"]))
     return rows
 
 
@@ -148,14 +141,11 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["bytes", "accuracy"])
-    parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of benchmarks.md"
-    )
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of benchmarks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = {"bytes": study_bytes, "accuracy": study_accuracy}[options.study]()
-    print("\n".join(rows))
-    replace_part(options.docs / "benchmarks.md", f"many workers, {options.study}", rows)
+    publish(options.docs / "benchmarks.md", f"many workers, {options.study}", rows)
 
 
 if __name__ == "__main__":

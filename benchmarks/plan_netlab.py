@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from lines import parse_rate
 from netlab import Lab, shaping
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Communicator, Handle
@@ -69,8 +69,7 @@ def main() -> None:
         options.rows.write_text(json.dumps(rows))
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     lines = [*table(rows), "", f"Median error: {100 * median(errors):.0f} %."]
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "plan, network lab", lines)
+    publish(DOCS / "benchmarks.md", "plan, network lab", lines)
 
 
 def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
@@ -95,19 +94,11 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as a table."""
-    lines = ["| hosts | rate | method | measured | predicted | error |", "|---|---|---|---|---|---|"]
+    lines = table_head(["hosts", "rate", "method", "measured", "predicted", "error"])
     for row in rows:
-        measured, predicted = row["measured"], row["predicted"]
-        error = f"{100 * (predicted / measured - 1):+.0f} %"
-        cells = [
-            str(row["hosts"]),
-            row["rate"],
-            row["method"],
-            f"{1e3 * measured:.1f} ms",
-            f"{1e3 * predicted:.1f} ms",
-            error,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        times = [f"{1e3 * row[key]:.1f} ms" for key in ("measured", "predicted")]
+        error = f"{100 * (row['predicted'] / row['measured'] - 1):+.0f} %"
+        lines.append(table_row([row["hosts"], row["rate"], row["method"], *times, error]))
     return lines
 
 

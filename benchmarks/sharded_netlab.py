@@ -26,7 +26,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from netlab import Lab
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
@@ -63,23 +63,18 @@ def main() -> None:
         if code:
             sys.exit(f"a worker failed with exit code {code}")
         found = json.loads(file.read_text())
-    lines = table(found["seconds"], found["num_bytes"])
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "sharded, network lab", lines)
+    publish(DOCS / "benchmarks.md", "sharded, network lab", table(found["seconds"], found["num_bytes"]))
 
 
 def table(seconds: dict[str, list[float]], num_bytes: dict[str, float]) -> list[str]:
     """A row for each method; the ratios are of steps of the same turn."""
-    lines = [
-        "| between replicas | step | to plain HSDP | in half of the turns | MB sent a step |",
-        "|---|---|---|---|---|",
-    ]
+    lines = table_head(["between replicas", "step", "to plain HSDP", "in half of the turns", "MB sent a step"])
     for name, times in seconds.items():
         ratios = sorted(t / plain for t, plain in zip(times, seconds[PLAIN], strict=True))
         quarter = len(ratios) // 4
         spread = f"{ratios[quarter]:.2f}–{ratios[-1 - quarter]:.2f}"
         cells = [name, f"{median(times):.3f} s", f"{median(ratios):.2f}", spread, f"{num_bytes[name] / 1e6:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_row(cells))
     return lines
 
 

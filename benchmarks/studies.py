@@ -1,11 +1,10 @@
-"""What the studies share: runs that are trained unless they are there, rows of results, and tables between a page's markers."""
+"""What the studies share: runs that are trained unless they are there, and rows of results."""
 
 from __future__ import annotations
 
 import fcntl
 import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,10 +41,3 @@ def append(path: Path, row: dict[str, Any]) -> None:
     with path.open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         file.write(json.dumps(row) + "\n")
-
-
-def replace_part(page: Path, part: str, lines: Iterable[str]) -> None:
-    """Put lines between a page's two markers of that part."""
-    before, begin, rest = re.split(rf"(<!-- {part}: begin.*?-->\n)", page.read_text(), maxsplit=1)
-    end = rest[rest.index(f"<!-- {part}: end -->") :]
-    page.write_text("".join([before, begin, *(f"{line}\n" for line in lines), end]))

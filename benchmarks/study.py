@@ -16,10 +16,11 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from studies import finished, replace_part
+from studies import finished
+from tables import DOCS, publish, spread, table_head, table_row
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
@@ -119,10 +120,7 @@ def optimizer_for(strategy: str):
 def study_methods(options: argparse.Namespace) -> None:
     """A row for each method, the most bytes first."""
     runs = {label: run(strategy, options) for label, strategy in METHODS.items()}
-    rows = [
-        "| method | strategy | test accuracy | MB per worker | fewer than fp32 | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = table_head(["method", "strategy", "test accuracy", "MB per worker", "fewer than fp32", "seconds"])
     for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
         rate = LEARNING_RATES.get(METHODS[label])
         s = done.summary
@@ -130,26 +128,20 @@ def study_methods(options: argparse.Namespace) -> None:
         sent = f"{s['bytes_sent_per_worker'] / 1e6:.2f}"
         cells = [f"{s['final']['test_accuracy']:.2%}", sent, fewer, f"{s['seconds']:.1f}"]
         named = f"{label}, learning rate {rate:g}" if rate else label
-        rows.append(f"| {named} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "methods", rows)
+        rows.append(table_row([named, f"`{METHODS[label]}`", *cells]))
+    publish(options.docs / "methods.md", "methods", rows)
 
 
 def study_parity(options: argparse.Namespace) -> None:
     """A row for each method: mean and standard deviation of the test accuracy, and bytes."""
-    rows = [
-        "| method | workers | strategy | test accuracy | MB per worker | fewer than fp32 |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = table_head(["method", "workers", "strategy", "test accuracy", "MB per worker", "fewer than fp32"])
     for label, workers, strategy in PARITY:
         summaries = [run(strategy, options, workers, seed).summary for seed in SEEDS]
-        percents = [100 * s["final"]["test_accuracy"] for s in summaries]
+        accuracy = spread(100 * s["final"]["test_accuracy"] for s in summaries)
         sent = summaries[0]["bytes_sent_per_worker"]
         fewer = times(summaries[0]["dense_fp32_bytes"], sent)
-        accuracy = f"{mean(percents):.2f} ± {stdev(percents):.2f} %"
-        rows.append(f"| {label} | {workers} | `{strategy}` | {accuracy} | {sent / 1e6:.2f} | {fewer} |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "parity", rows)
+        rows.append(table_row([label, workers, f"`{strategy}`", f"{accuracy} %", f"{sent / 1e6:.2f}", fewer]))
+    publish(options.docs / "methods.md", "parity", rows)
 
 
 def run(strategy: str, options: argparse.Namespace, workers: int = WORKERS, seed: int = 0) -> Run | None:
@@ -175,12 +167,11 @@ def study_granularity(options: argparse.Namespace) -> None:
     ]
     percents = dict(zip(keys, tw.comm.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
     accuracy = {(label, g): [percents[label, g, seed] for seed in SEEDS] for label, g, _ in keys}
-    rows = ["| method | averager | " + " | ".join(GRANULARITIES) + " |", "|---|---|" + "---|" * len(GRANULARITIES)]
+    rows = table_head(["method", "averager", *GRANULARITIES])
     for label, parts in STUDIED.items():
-        cells = [f"{mean(accuracy[label, g]):.1f} ± {stdev(accuracy[label, g]):.1f}" for g in GRANULARITIES]
-        rows.append(f"| {label} | `Mean({parts}, granularity=...)` | " + " | ".join(cells) + " |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "granularity", rows)
+        cells = [spread(accuracy[label, g], ".1f") for g in GRANULARITIES]
+        rows.append(table_row([label, f"`Mean({parts}, granularity=...)`", *cells]))
+    publish(options.docs / "methods.md", "granularity", rows)
     draw_granularity(accuracy, epochs, options.docs / "granularity.png")
 
 
@@ -253,9 +244,7 @@ def main() -> None:
         "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
     )
     parser.add_argument("--epochs", type=int, help="of each run (default: 30, for granularity 10)")
-    parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of methods.md (default: docs)"
-    )
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of methods.md (default: docs)")
     options = parser.parse_args()
     {"methods": study_methods, "granularity": study_granularity, "parity": study_parity}[options.study](options)
 

@@ -27,6 +27,7 @@ import torch.distributed as dist
 from internet import GPT, Text, loss_of, tested, windows
 from lines import LINES
 from netlab import Lab
+from tables import table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Communicator, LocalWorld
@@ -135,13 +136,13 @@ def main() -> None:
     text = Text.read(options.files, torch.device("cpu"))
     parameters = sum(p.numel() for p in Worker(0, text).model.parameters())
     print(f"{parameters:,} parameters, {options.hosts} hosts, {options.line}, CUBIC, loss {options.loss:g}\n")
-    print("| method | steps | sleep alone, s | ours, s | Gloo, s | loss, ours | loss, Gloo | load |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    names = "method|steps|sleep alone, s|ours, s|Gloo, s|loss, ours|loss, Gloo|load"
+    print(*table_head(names.split("|")), sep="\n", flush=True)
     for method in options.only:
         steps = LocalWorld(options.hosts, 600.0).run(search, METHODS[method], text, options.loss)[0]
         ours, gloo = (measured(method, transport, steps, options) for transport in ("tcp", "gloo"))
         cells = [f"{steps * options.sleep:.0f}", f"{ours[0]:.1f}", f"{gloo[0]:.1f}", f"{ours[1]:.3f}", f"{gloo[1]:.3f}"]
-        print(f"| {method} | {steps} | {' | '.join(cells)} | {os.getloadavg()[0]:.0f} |", flush=True)
+        print(table_row([method, steps, *cells, f"{os.getloadavg()[0]:.0f}"]), flush=True)
 
 
 if __name__ == "__main__":
