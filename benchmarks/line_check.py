@@ -19,7 +19,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from netlab import Lab, LabError
+from netlab import Lab
 
 PACKET = 1472  # bytes of a datagram that fills a packet of 1,500 bytes
 HEADERS = 28
@@ -33,12 +33,8 @@ def check(lab: Lab, seconds: float) -> set[str]:
     """Measure each value for some seconds, print a table, and return the names of the values that are not as asked."""
     here, there = lab.lines[0], lab.lines[1]
     one_site = lab.sites[0] == lab.sites[1]
-    file = Path(f"/tmp/line-check-{os.getpid()}.json")
     rates = {"0 to 1": min(here.up, there.down), "1 to 0": min(there.up, here.down)}
-    if code := lab.run([sys.executable, __file__, str(file), json.dumps(rates), str(seconds)]):
-        raise LabError(f"the measurement ended with exit code {code}")
-    measured = json.loads(file.read_text())
-    file.unlink()
+    measured = lab.ask([sys.executable, __file__, json.dumps(rates), str(seconds)])
 
     def between(name: str) -> float:
         return 0.0 if one_site else (getattr(here, name) + getattr(there, name)) / 2
@@ -65,7 +61,7 @@ def check(lab: Lab, seconds: float) -> set[str]:
     return {name for name, *_, fits in rows if not fits}
 
 
-def work(file: Path, rates: dict[str, float], seconds: float) -> None:
+def work(rates: dict[str, float], seconds: float, file: Path) -> None:
     """One host. Host 1 connects, sends first, and drives; both go through the same phases."""
     rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if rank > 1:
@@ -248,4 +244,4 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))
+    work(json.loads(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]))

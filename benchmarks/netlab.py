@@ -31,17 +31,20 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lines import LINES, QUEUE_SECONDS, Forwarder, LabError, Line, parse_line
 
@@ -137,6 +140,18 @@ class Lab:
         finally:
             with _signals_held():
                 _stop(processes)
+
+    def ask(self, command: list[str], **env: str) -> Any:
+        """Runs `command` on every host with a file's name behind it; returns the JSON that one of them writes there.
+
+        Raises:
+            LabError: a host failed.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "answer.json")
+            if code := self.run([*command, str(file)], {"OMP_NUM_THREADS": "1", **env}):
+                raise LabError(f"a host failed with exit code {code}")
+            return json.loads(file.read_text())
 
     def address(self, host: int) -> str:
         """IPv4 address at which others see a host."""

@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -32,13 +31,9 @@ HIVEMIND = [("hivemind", "NoCompression"), ("hivemind", "Uniform8BitQuantization
 
 def row_of(line: str, congestion: str, transport: str, what: str, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of one row, of a run of its own."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, line, congestion=congestion) as lab:
-        file = Path(folder, "row.json")
+    with Lab(2, line, congestion=congestion) as lab:
         numbers = [str(n) for n in (options.megabytes, options.warm, options.repetitions)]
-        command = [sys.executable, __file__, "--worker", transport, what, *numbers, str(file)]
-        if code := lab.run(command, {"OMP_NUM_THREADS": "1"}):
-            sys.exit(code)
-        return json.loads(file.read_text())
+        return lab.ask([sys.executable, __file__, "--worker", transport, what, *numbers])
 
 
 def work(transport: str, what: str, megabytes: str, warm: str, repetitions: str, file: str) -> None:

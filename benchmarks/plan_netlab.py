@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -74,13 +73,8 @@ def main() -> None:
 
 def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
     """A row for each method on one network."""
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts, rate) as lab:
-        file = Path(folder, "rows.json")
-        command = [sys.executable, __file__, "--worker", str(file), "--parameters", str(parameters)]
-        code = lab.run(command, {"OMP_NUM_THREADS": "1"})
-        if code:
-            sys.exit(f"a worker failed with exit code {code}")
-        found = json.loads(file.read_text())
+    with Lab(hosts, rate) as lab:
+        found = lab.ask([sys.executable, __file__, "--parameters", str(parameters), "--worker"])
     network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=shaping(parse_rate(rate))[1]))
     print(network.outer, flush=True)
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))

@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -56,13 +55,8 @@ def main() -> None:
     if options.worker is not None:
         torch.multiprocessing.spawn(work, args=(int(os.environ["RANK"]), options), nprocs=options.shards)
         return
-    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, options.rate) as lab:
-        file = Path(folder, "rows.json")
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(file)]
-        code = lab.run(command, {"OMP_NUM_THREADS": "1"})
-        if code:
-            sys.exit(f"a worker failed with exit code {code}")
-        found = json.loads(file.read_text())
+    with Lab(HOSTS, options.rate) as lab:
+        found = lab.ask([sys.executable, *sys.argv, "--worker"])
     publish(DOCS / "benchmarks.md", "sharded, network lab", table(found["seconds"], found["num_bytes"]))
 
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -83,13 +82,10 @@ def search(comm: Communicator, strategy: str, text: Text, goal: float) -> int:
 
 def measured(method: str, transport: str, steps: int, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of so many steps on the line, and the loss after them."""
-    with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.line, congestion="cubic") as lab:
-        file = Path(folder, "result.json")
+    with Lab(options.hosts, options.line, congestion="cubic") as lab:
         numbers = [str(n) for n in (steps, options.sleep, options.files)]
-        command = [sys.executable, __file__, "--worker", method, transport, *numbers, str(file)]
-        if code := lab.run(command, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}):
-            sys.exit(code)
-        seconds, loss = json.loads(file.read_text())
+        command = [sys.executable, __file__, "--worker", method, transport, *numbers]
+        seconds, loss = lab.ask(command, TORCH_CPP_LOG_LEVEL="ERROR")
     return seconds, loss
 
 
