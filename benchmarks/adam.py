@@ -13,28 +13,24 @@ processes can share the work.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
-import time
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import torch
-from studies import append, read
+from studies import loss_of, once, read, trained
 from tables import DOCS, publish, spread, table_head, table_row
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch import nn
 
 import thinwire as tw
 from thinwire.lab.recipes.language import GPT_SMALL
 from thinwire.lab.train.data import PlainText
-from thinwire.lab.train.data.base import IGNORE
 from thinwire.lab.train.data.text import Text
-from thinwire.lab.train.models import apply
-from thinwire.lab.train.optimize import DGCSGD, SGD, LearningRateSchedule, Optimizer, set_learning_rate
+from thinwire.lab.train.optimize import DGCSGD, SGD, LearningRateSchedule, Optimizer
 
 WORKERS, STEPS, BATCH_SIZE = 4, 160, 4
 TEST_BATCHES = 8
@@ -81,22 +77,17 @@ def run(options: argparse.Namespace) -> None:
             for optimizer in options.optimizers:
                 wanted = optimizer in method.optimizers and any(text in label for text in options.only)
                 key = {"method": label, "strategy": method.strategy, "optimizer": optimizer, "seed": seed}
-                if wanted and not any(key.items() <= row.items() for row in read(options.results)):
-                    append(options.results, key | measure(method, optimizer, seed, data))
+                if wanted:
+                    once(options.results, key, partial(measure, method, optimizer, seed, data))
 
 
 def measure(method: Method, optimizer: str, seed: int, data: Text) -> dict[str, float]:
     """One run: the perplexity and the bytes that a worker sent, with the sizes of dense training beside them."""
-    began = time.monotonic()
     world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
     torch.manual_seed(seed)
     initial = MODEL.build(data.num_classes)
     loss, ledger = world.run(train, method, settings_of(optimizer, method), seed, data, initial)[0]
-    return {
-        "perplexity": math.exp(min(loss, 100.0)),
-        "bytes_sent": ledger.bytes_sent,
-        "seconds": round(time.monotonic() - began),
-    }
+    return {"perplexity": math.exp(min(loss, 100.0)), "bytes_sent": ledger.bytes_sent}
 
 
 def settings_of(optimizer: str, method: Method) -> Optimizer:
@@ -112,28 +103,12 @@ def train(
     comm: tw.comm.Communicator, method: Method, settings: Optimizer, seed: int, data: Text, initial: nn.Module
 ) -> tuple[float, tw.comm.Ledger]:
     """One worker of one run from the `initial` weights: the test loss in nats a byte, and the ledger."""
-    model = copy.deepcopy(initial)
-    optimizer = settings.build(model)
-    handle = tw.attach(model, optimizer, method.strategy, comm=comm, seed=seed)
     share = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))[comm.rank :: comm.size]
-    for step in range(STEPS):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, STEPS))
-        places = torch.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE) % len(share)
-        batch = data.batch(share[places], torch.Generator(), epoch=0)
-        optimizer.zero_grad()
-        loss_of(model, batch.inputs, batch.labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), GPT_SMALL.clip_norm)
-        optimizer.step()
-    if isinstance(handle, tw.strategy.LocalUpdates):
-        handle.synchronize()
-    handle.detach()
-    return test_loss(model, data), handle.ledger
-
-
-def loss_of(model: nn.Module, inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte."""
-    scores, _ = apply(model, inputs)
-    return cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    places = (torch.arange(STEPS * BATCH_SIZE) % len(share)).split(BATCH_SIZE)
+    found = [data.batch(share[chosen], torch.Generator(), epoch=0) for chosen in places]
+    batches = [(batch.inputs, batch.labels) for batch in found]
+    model, ledger = trained(comm, initial, settings, method.strategy, seed, batches, GPT_SMALL.clip_norm)
+    return test_loss(model, data), ledger
 
 
 @torch.no_grad()

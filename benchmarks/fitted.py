@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from statistics import mean, median, quantiles
@@ -28,17 +29,15 @@ from typing import Any
 
 import torch
 from netlab import Lab
-from studies import append, read
+from studies import append, loss_of, once, read
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.codec.adaptive.base import LineMeasurement
 from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.lab.train.data import Digits, PlainText
-from thinwire.lab.train.data.base import IGNORE
-from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageModel, apply
+from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageModel
 
 WORKERS, SEEDS = 4, (0, 1, 2)
 PHASES = (5, 60, 150)
@@ -151,12 +150,6 @@ def batches_of(task: Task, data: Any, seed: int) -> Callable[[int, int], tuple[t
     return batch
 
 
-def loss_of(model: nn.Module, inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Mean cross-entropy."""
-    scores, _ = apply(model, inputs)
-    return cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
-
-
 @torch.no_grad()
 def tested(task: Task, model: nn.Module, data: Any) -> float:
     """Perplexity of a byte, or the share of images that are recognised."""
@@ -213,16 +206,16 @@ def train(options: argparse.Namespace) -> None:
                 if budget not in (*options.budgets, "dense"):
                     continue
                 key = {"task": label, "budget": budget, "kind": kind, "codec": codec, "seed": seed}
-                if any(key.items() <= row.items() for row in read(options.results)):
-                    continue
-                began = time.monotonic()
-                torch.manual_seed(seed)
-                initial = task.build(data.num_classes)
                 memory = "" if kind == "dense" else ", ErrorFeedback(), exchange='all_gather'"
                 strategy = f"Gradients(Mean({codec}{memory}))"
-                world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
-                row = key | world.run(trained, task, strategy, seed, data, initial)[0]
-                append(options.results, row | {"seconds": round(time.monotonic() - began)})
+                once(options.results, key, partial(run, task, strategy, seed, data))
+
+
+def run(task: Task, strategy: str, seed: int, data: Any) -> dict[str, float]:
+    """What rank 0 found in one run."""
+    torch.manual_seed(seed)
+    initial = task.build(data.num_classes)
+    return tw.LocalWorld(WORKERS, timeout_seconds=3600).run(trained, task, strategy, seed, data, initial)[0]
 
 
 def table(options: argparse.Namespace) -> None:

@@ -10,21 +10,19 @@ into docs/benchmarks.md, between two markers.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
 from statistics import mean
 
 import torch
+from studies import digit_accuracy, digit_batches, digits, trained
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.lab.recipes.digits import digits
-from thinwire.lab.train.data import Digits, num_batches, shard
+from thinwire.lab.recipes.digits import digits as digits_recipe
 from thinwire.lab.train.models import DigitsNet
-from thinwire.lab.train.optimize import set_learning_rate
 
 NUMEL, RATIO = 1_000_000, 0.01
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -69,7 +67,7 @@ def random_gradient(rank: int) -> Tensor:
 
 def real_gradients() -> Callable[[int], Tensor]:
     """The gradients of a network for the digits, `NUMEL` elements of it, each worker from 16 images of its own."""
-    images, labels = Digits().splits()[0]
+    images, labels = digits()[0]
     torch.manual_seed(0)
     model = DigitsNet(width=106).build()
     gradients = []
@@ -112,29 +110,9 @@ def train_worker(
     comm: tw.comm.Communicator, model: nn.Module, averager: tw.average.Averager, seed: int
 ) -> tuple[float, int]:
     """One worker's share of the digits recipe."""
-    model, settings, (_, test) = deepcopy(model), digits().optimizer, Digits().splits()
-    optimizer = settings.build(model)
-    handle = tw.compress_gradients(model, averager, comm=comm, seed=seed)
-    steps = list(batches(comm, seed))
-    for step, (images, labels) in enumerate(steps):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, len(steps)))
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    handle.detach()
-    with torch.no_grad():
-        accuracy = (model(test.inputs).argmax(1) == test.labels).double().mean().item()
-    return 100 * accuracy, comm.ledger.bytes_sent
-
-
-def batches(comm: tw.comm.Communicator, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images and labels of each step of this worker."""
-    images, labels = Digits().splits()[0]
-    per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
-    for epoch in range(EPOCHS):
-        share = shard(len(labels), comm.rank, comm.size, seed, epoch)
-        for batch in share[: per_epoch * BATCH_SIZE].split(BATCH_SIZE):
-            yield images[batch], labels[batch]
+    batches = list(digit_batches(comm.rank, comm.size, seed, EPOCHS, BATCH_SIZE))
+    model, ledger = trained(comm, model, digits_recipe().optimizer, tw.Gradients(averager), seed, batches)
+    return digit_accuracy(model), ledger.bytes_sent
 
 
 def main() -> None:

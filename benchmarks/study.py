@@ -19,17 +19,14 @@ from pathlib import Path
 from statistics import mean
 
 import torch
-from studies import finished
+from studies import digit_accuracy, digit_batches, finished, trained
 from tables import DOCS, publish, spread, table_head, table_row
-from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
 from thinwire.lab.report.tables import times
-from thinwire.lab.train.data import Digits, num_batches, shard
 from thinwire.lab.train.models import DigitsNet
-from thinwire.lab.train.optimize import set_learning_rate
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
 RANDOM, SHARED = (f"Gradients(Mean(RandomK(0.01{shared}), {EF}))" for shared in ("", ", shared=True"))
@@ -187,23 +184,10 @@ def test_percents(comm: tw.comm.Communicator, runs: Sequence[tuple[str, int]], e
 
 def train_and_test(comm: tw.comm.Communicator, strategy: str, seed: int, epochs: int) -> float:
     """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
-    (inputs, labels), test = Digits().splits()
     torch.manual_seed(seed)
-    model, settings = DigitsNet().build(), optimizer_for(strategy)
-    optimizer = settings.build(model)
-    handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
-    per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
-    for epoch in range(epochs):
-        handle.set_epoch(epoch)
-        share = shard(len(labels), comm.rank, comm.size, seed, epoch)
-        for step, batch in enumerate(share[: per_epoch * BATCH_SIZE].split(BATCH_SIZE), epoch * per_epoch):
-            set_learning_rate(optimizer, settings.learning_rate_at(step, epochs * per_epoch))
-            optimizer.zero_grad()
-            cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-    handle.detach()
-    with torch.no_grad():
-        return 100 * (model(test.inputs).argmax(1) == test.labels).double().mean().item()
+    batches = list(digit_batches(comm.rank, comm.size, seed, epochs, BATCH_SIZE))
+    model, _ = trained(comm, DigitsNet().build(), optimizer_for(strategy), strategy, seed, batches)
+    return digit_accuracy(model)
 
 
 def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, path: Path) -> None:
