@@ -42,7 +42,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_worker import call_before, enter
+from chaos_worker import call_before, enter, started
 from netlab import INTERFACE, Lab
 from tables import table_head, table_row
 from torch import Tensor, nn
@@ -289,11 +289,8 @@ def outcome(name: str, seconds: float) -> list[dict[str, Any]] | str:
         pipes = {}
         try:
             for rank in range(size):
-                pipe, theirs = context.Pipe()
-                arguments = (theirs, rank, lab.address(0), name, lab.namespaces[rank])
-                processes.append(context.Process(target=work, args=arguments, daemon=True))
-                processes[-1].start()
-                theirs.close()
+                process, pipe = started(context, work, rank, lab.address(0), name, lab.namespaces[rank])
+                processes.append(process)
                 pipes[pipe] = rank
             while len(told) < size:
                 ready = wait([pipe for pipe, rank in pipes.items() if rank not in told], until - time.monotonic())
