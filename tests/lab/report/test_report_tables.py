@@ -232,6 +232,13 @@ def test_broken_runs_are_named_and_the_others_read(broken, tmp_path):
     assert line.num_runs == 1  # unfinished runs are no part of a mean
 
 
+def test_a_run_with_an_empty_configuration_is_named(tmp_path):
+    write_run(tmp_path / "good")
+    (write_run(tmp_path / "bad") / "config.json").write_text("{}")
+    (problem,) = find([tmp_path]).problems
+    assert problem.text == "config.json does not hold what a run writes; left out"
+
+
 def test_a_run_that_is_named_twice_counts_once(tmp_path):
     write_run(tmp_path / "a")
     assert len(find([tmp_path, tmp_path / "a"]).runs) == 1

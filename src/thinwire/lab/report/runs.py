@@ -147,7 +147,7 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
     except (OSError, ValueError):
         complaints.append(f"{path.name} cannot be read")
     else:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             return value
         complaints.append(f"{path.name} does not hold what a run writes")
     return None
