@@ -21,7 +21,7 @@ from thinwire.lab.recipes import recipes
 from thinwire.lab.recipes.base import momentum_applied_once
 from thinwire.lab.report import Run
 from thinwire.lab.report.groups import Group
-from thinwire.lab.report.line_figures import along_bytes, lines
+from thinwire.lab.report.line_figures import ALONG_BYTES, lines
 from thinwire.lab.report.metrics import metric
 from thinwire.lab.report.style import save, styled
 from thinwire.lab.report.tables import times
@@ -82,7 +82,7 @@ def write(docs: Path, runs: Sequence[Run]) -> None:
     """Put the table between the page's markers, and the figure beside the page."""
     publish(docs / "cifar10.md", "table", table(runs))
     with styled():
-        figure = lines([Group({}, [run], run.label) for run in runs], along_bytes(), metric("test_accuracy"))
+        figure = lines([Group({}, [run], run.label) for run in runs], ALONG_BYTES, metric("test_accuracy"))
         save(figure, docs / "cifar10.png")
 
 

@@ -91,13 +91,13 @@ def _draw(path: Path, curves: Curves, x: Sequence[float], label: str, changes: l
             axes.plot(x, seconds, label=name, marker=".", **line_style(number))
         for at, name in changes:
             axes.axvline(at, color=GREY, linewidth=0.7)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             place: dict[str, Any] = {
                 "transform": axes.get_xaxis_transform(),
                 "rotation": 90,
                 "va": "top",
                 "ha": "right",
             }
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             axes.text(at, 0.98, name, color=GREY, fontsize=SMALL, bbox=behind, **place)
         axes.set(xlabel=label, ylabel="predicted step, seconds")
         logarithmic(axes, "x")

@@ -84,7 +84,7 @@ def plain_axes(axes: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
 
 def logarithmic(axes: Axes, which: str) -> None:
     """Make the axis "x" or "y" logarithmic, with a few ticks at round numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     getattr(axes, f"set_{which}scale")("log")
     axis, (low, high) = getattr(axes, f"{which}axis"), getattr(axes, f"get_{which}lim")()
@@ -93,7 +93,6 @@ def logarithmic(axes: Axes, which: str) -> None:
     axis.set_major_locator(LogLocator(subs=steps, numticks=12 if decades < 600 else 7))
     axis.set_major_formatter(_short)
     axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _short(value: float, _: int) -> str:
