@@ -21,7 +21,6 @@ from ..train.run.interrupt import SAVED, requeue
 from .execute import read_run, write_down
 from .file import PlannedRun
 from .local import run_locally
-from .show import StatusLines
 from .status import status_of
 from .tasks import read_json
 
@@ -120,7 +119,7 @@ def work(records: Path, names: Sequence[str]) -> int:
     signal.signal(signal.SIGUSR2, end)
     runs = [read_run(records / name / "run.json") for name in names]
     try:
-        run_locally(runs, 1, StatusLines())
+        run_locally(runs, 1)
     except KeyboardInterrupt:
         print(f"thinwire: {requeue() if is_ending else 'stopped'}", flush=True)
         return SAVED
