@@ -18,23 +18,23 @@ from tables import table_head, table_row
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
 
-# What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
-DEFAULTS = (
+STRATEGIES = (
+    # What the constructor gives, but for the ring.
     "Gossip(Mix(Ring()))",
     "Gossip(PushSum(Ring()))",
     "Gossip(Choco(Ring()))",
     "Gossip(DeepSqueeze(Ring()))",
     "Gossip(PowerGossip(Ring()))",
     "Gossip(Moniqua(Ring()))",
-)
-TUNED = (
+    # What pays on this task.
     "Gossip(Choco(Ring(), step_size=0.5))",
     "Gossip(Choco(Ring(), TopK(0.01)))",
     "Gossip(DeepSqueeze(Ring(), step_size=0.05))",
     "Gossip(PowerGossip(Ring(), iterations=4))",
     "Gossip(Moniqua(Ring(), theta=0.25, bits=4, step_size=0.5))",
+    # To compare with.
+    "Gradients(Mean())",
 )
-REFERENCE = ("Gradients(Mean())",)
 
 
 def main() -> None:
@@ -51,7 +51,7 @@ def main() -> None:
         shuffled=options.shuffled, output=options.output,
     )  # fmt: skip
     runs = []
-    for strategy in (*DEFAULTS, *TUNED, *REFERENCE):
+    for strategy in STRATEGIES:
         config = replace(shared, strategy=strategy)
         words = f"{strategy} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
         run = finished(config, words, strategy, options.only in strategy)

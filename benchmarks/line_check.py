@@ -13,11 +13,11 @@ import os
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from netlab import Lab
 
@@ -26,6 +26,7 @@ HEADERS = 28
 SO_RCVBUFFORCE = 33  # Linux; beyond the limit for ordinary users
 CATCH_UP_SECONDS = 0.04  # after a pause of the scheduler, a sender makes up for no more than this
 PINGS, PING_SECONDS = 60, 0.02
+Result = TypeVar("Result")
 LAST = 0xFFFFFFFF  # the number of a datagram that ends a stream
 
 
@@ -198,40 +199,34 @@ def fill(address: tuple[str, int], connections: int, seconds: float) -> None:
                 connection.send(data)
         connection.close()
 
-    opened = []
-    for _ in range(connections):
-        opened.append(connect(address))
-        opened[-1].recv(1)
+    opened = [connect(address) for _ in range(connections)]
+    for connection in opened:
+        connection.recv(1)
     at_once(send_for, opened)
 
 
 def drain(server: socket.socket, connections: int, seconds: float) -> float:
     """Bits per second that came over some connections within some seconds."""
-    received = []
 
-    def drain_one(connection: socket.socket) -> None:
+    def drain_one(connection: socket.socket) -> int:
         buffer, count, end = bytearray(1 << 18), 0, time.monotonic() + seconds
         connection.settimeout(0.1)
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 count += connection.recv_into(buffer)
-        received.append(count)
         connection.close()
+        return count
 
-    accepted = []
-    for _ in range(connections):
-        accepted.append(server.accept()[0])
-        accepted[-1].send(b"!")  # the other host waits for it, or it could end before it is accepted
-    at_once(drain_one, accepted)
-    return 8 * sum(received) / seconds
+    accepted = [server.accept()[0] for _ in range(connections)]
+    for connection in accepted:
+        connection.send(b"!")  # the other host waits for it, or it could end before it is accepted
+    return 8 * sum(at_once(drain_one, accepted)) / seconds
 
 
-def at_once(function: Callable[[socket.socket], None], connections: list[socket.socket]) -> None:
-    threads = [threading.Thread(target=function, args=(connection,)) for connection in connections]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def at_once(function: Callable[[socket.socket], Result], connections: list[socket.socket]) -> list[Result]:
+    """Call the function with all connections, each in a thread of its own."""
+    with ThreadPoolExecutor(len(connections)) as pool:
+        return list(pool.map(function, connections))
 
 
 def connect(address: tuple[str, int]) -> socket.socket:

@@ -289,7 +289,8 @@ def require_privileges() -> None:
 def remove_leftovers() -> list[str]:
     """Removes the namespaces of labs that no longer live, with the processes in them; returns their names."""
     names = [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line.strip()]
-    dead = [name for name in names if (match := NAME.fullmatch(name)) and not _lives(int(match[1]), int(match[2]))]
+    labs = {name: match for name in names if (match := NAME.fullmatch(name))}
+    dead = [name for name, match in labs.items() if _start_ticks(int(match[1])) != int(match[2])]
     for name in dead:
         remove_namespace(name)
     return dead
@@ -320,10 +321,6 @@ def _start_ticks(pid: int) -> int:
     except OSError:
         return 0
     return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
-
-
-def _lives(pid: int, start_ticks: int) -> bool:
-    return _start_ticks(pid) == start_ticks
 
 
 def _begin(cores: set[int]) -> None:
@@ -369,16 +366,14 @@ def _signal(send, pid: int, number: int) -> None:
         send(pid, number)
 
 
-class _signals_held:
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
     """Holds back Ctrl-C and its kin for as long as cleaning up takes (signals reach the main thread only)."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __enter__(self):
-        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self.NUMBERS)
-
-    def __exit__(self, *_):
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise_exit(number: int, _frame) -> None:

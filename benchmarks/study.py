@@ -25,6 +25,7 @@ from tables import DOCS, publish, spread, table_head, table_row
 import thinwire as tw
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
+from thinwire.lab.report.style import new_figure, plain_axes, save
 from thinwire.lab.report.tables import times
 from thinwire.lab.train.models import DigitsNet
 
@@ -192,12 +193,8 @@ def train_and_test(comm: tw.comm.Communicator, strategy: str, seed: int, epochs:
 
 def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, path: Path) -> None:
     """A row of dots for each method; each dot is the mean over seeds, each bar reaches from the worst to the best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     labels = list(STUDIED)[::-1]
-    figure = Figure(figsize=(8, 1.2 + 0.38 * len(labels)), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 1.2 + 0.38 * len(labels), layout="constrained")
     axes = figure.add_subplot()
     for g, colour, shift in zip(GRANULARITIES, ("#0072B2", "#E69F00", "#009E73"), (0.22, 0, -0.22), strict=True):
         for y, label in enumerate(labels):
@@ -208,13 +205,9 @@ def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, 
     axes.set_xlabel(
         f"test accuracy after {epochs} epochs, in per cent (dot: mean of {len(SEEDS)} seeds, bar: worst to best)"
     )
-    axes.grid(axis="x", color="#e6e6e6")
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
+    plain_axes(axes, "x")
     axes.legend(title="encoded as one", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path)
+    save(figure, path)
 
 
 # ---- the page ----
