@@ -183,6 +183,7 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
+        # Gossip leaves workers with models of their own.
         if not strategy_of(self.strategy).averager.gives_one_mean:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
@@ -297,6 +298,7 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     run.listen(0.5)
     if victim in run.processes and not run.processes[victim].is_alive():
         run.kill(victim)
+    # Workers that died beside the victim are started again too.
     for number in everyone - set(run.processes):
         run.start(number)
     came_back = time.monotonic()

@@ -78,6 +78,7 @@ def command(folder: str, *options: str) -> None:
     from thinwire.lab.cli.train import train_command
 
     os.chdir(folder)
+    # The command takes no callbacks, so it gets a `train` that has one.
     thinwire.lab.train.train = partial(thinwire.lab.train.train, callbacks=[models])
     train_command(list(options))
 

@@ -212,6 +212,7 @@ class _Order:
             return
         self._fault = None
         self._pipe.send(("fault", time.monotonic(), {}))
+        # A worker of two processes may lose either.
         victim = random.choice([os.getpid(), self._other or os.getpid()])
         if fault.name.startswith("kill"):
             os.kill(victim, signal.SIGKILL)

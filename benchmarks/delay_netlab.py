@@ -68,6 +68,7 @@ def work(options: argparse.Namespace) -> None:
         for _ in range(options.repetitions):
             for name, strategy in METHODS.items():
                 row = measured(comm, strategy, options)
+                # Other programs only make steps longer, so the shortest is kept.
                 if name not in rows or row["step"] < rows[name]["step"]:
                     rows[name] = row
         if comm.rank == 0:

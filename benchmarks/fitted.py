@@ -139,6 +139,7 @@ def loaded(task: Task, folder: Path) -> Any:
 
 def batches_of(task: Task, data: Any, seed: int) -> Callable[[int, int], tuple[tuple[Tensor, ...], Tensor]]:
     """Inputs and labels of a worker and a step: a permutation of the examples, dealt out in turn, from the start at its end."""
+    # All workers make the same permutation, and take turns in it.
     order = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))
 
     def batch(rank: int, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -190,6 +191,7 @@ def trained(comm: Any, task: Task, strategy: str, seed: int, data: Any, initial:
     found: dict[str, float] = {"bytes_sent": handle.ledger.bytes_sent}
     if comm.rank == 0:  # replicas are equal, and testing takes as long as many steps
         found["quality"] = tested(task, model, data)
+    # Other codecs than `Fitted` have no such diagnostics.
     found |= {name: value for name, value in handle.diagnostics().items() if name in ("bits", "error")}
     handle.detach()
     return found

@@ -142,11 +142,13 @@ class Text:
         for folder in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
             for path in folder.rglob("*.py"):
                 name = path.relative_to(folder)  # paths before it differ between machines
+                # Installed packages differ between machines.
                 if "site-packages" not in name.parts:
                     paths[folder.name, str(name)] = path
         chosen = sorted(paths)[:: max(1, len(paths) // max_files) if max_files else 1]
         parts: tuple[list[bytes], list[bytes]] = ([], [])
         for key in chosen:
+            # By a checksum of the file's name, every machine holds out the same files.
             parts[zlib.crc32(paths[key].name.encode()) % 20 == 0].append(paths[key].read_bytes())
         learn, test = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
         return cls(learn.to(device), test.to(device))
@@ -191,6 +193,7 @@ def train(run: Run, text: Text, options: argparse.Namespace, end: float) -> bool
         header = asdict(run) | settings(run, initial, text, options)
         state_path = Path(file.name).with_suffix(".state")
         rows, workers = saved_state(state_path, header)
+        # Rows behind the last saved state are computed again.
         rewrite(file, [header, *rows])
         saved_at = time.monotonic()
         while (step := rows[-1]["step"] if rows else 0) < run.steps and time.monotonic() < end:
@@ -255,6 +258,7 @@ def train_worker(
             rate = run.learning_rate(step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            # Batches depend on seed, step and rank alone, so a continued run reads the same ones.
             generator.manual_seed((run.seed * 10**7 + step) * 1000 + comm.rank)
             starts = torch.randint(len(text.learn) - options.context, (options.batch,), generator=generator)
             optimizer.zero_grad()

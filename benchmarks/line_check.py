@@ -139,6 +139,7 @@ def ping(datagrams: socket.socket) -> float:
         except TimeoutError:
             pass
         time.sleep(PING_SECONDS)
+    # Any of these may be lost.
     for _ in range(5):
         datagrams.send(b"end")
     datagrams.settimeout(None)
@@ -158,6 +159,7 @@ def send(datagrams: socket.socket, rate: float, seconds: float) -> int:
             number, due = number + 1, due + interval
         time.sleep(min(0.0005, interval))
     time.sleep(0.1)  # the queue drains
+    # Any of these may be lost.
     for _ in range(8):
         datagrams.send(struct.pack("!I", LAST))
         time.sleep(0.01)

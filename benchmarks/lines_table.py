@@ -43,6 +43,7 @@ def work(transport: str, megabytes: str, warm: str, file: str) -> None:
     torch.set_num_threads(1)
     with joined(transport=transport) as comm:  # type: ignore[arg-type]
         peer, x = 1 - comm.rank, torch.zeros(round(1e6 * float(megabytes)) // 4)
+        # Small messages would not open the connections of large ones.
         warming = torch.zeros((WARM_LARGE_BYTES if 4 * x.numel() > WARM_BYTES else WARM_BYTES) // 4)
         received = torch.zeros_like(x)
         operations = {

@@ -55,6 +55,7 @@ def bytes_of_a_step(comm: tw.comm.Communicator, codec: tw.codec.Codec, gradient:
     x = gradient(comm.rank).clone()
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce", min_ndim=0)
     state = averager.init([("x", x)], comm)
+    # `init` has sent fingerprints, which are no part of a round.
     before = comm.ledger.snapshot()
     averager.step(state, [("x", x)], comm).wait()
     return comm.ledger.since(before).bytes_sent

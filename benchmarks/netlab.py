@@ -135,6 +135,7 @@ class Lab:
         processes = []
         try:
             for rank in range(self.hosts):
+                # One after the other, so that those that run are stopped if the next one cannot start.
                 processes.append(self._start(rank, command, env or {}))
             return _first_failure(processes)
         finally:
@@ -234,6 +235,7 @@ class Lab:
         env = {**os.environ, **self._rank_env(rank), **env}
         pipe = {} if rank == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
+            # In a session of its own, the host and all that it starts can be stopped together.
             ["ip", "netns", "exec", self.namespaces[rank], *command],
             stdin=subprocess.DEVNULL, env=env, start_new_session=True, preexec_fn=partial(_begin, self._cores(rank)), **pipe,
         )  # fmt: skip
@@ -338,6 +340,7 @@ def _forward(rank: int, pipe) -> None:
 
 def _first_failure(processes: list[subprocess.Popen]) -> int:
     while True:
+        # The others may wait for the failed one for ever, so the first failure counts.
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed:

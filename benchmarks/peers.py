@@ -51,6 +51,7 @@ def work(transport: str, what: str, megabytes: str, warm: str, repetitions: str,
     mean /= dist.get_world_size()
     average, result = with_hivemind(x, what) if transport == "hivemind" else with_thinwire(x, what, transport)
     average()
+    # A codec loses a little; more than a tenth is a mistake.
     if (result()[:1] - mean).square().mean() > 0.1 * mean.square().mean():
         sys.exit(f"{transport} {what}: the result is not the mean")
     until, go_on = time.perf_counter() + float(warm), torch.ones(1)

@@ -75,6 +75,7 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
     """A row for each method on one network."""
     with Lab(hosts, rate) as lab:
         found = lab.ask([sys.executable, __file__, "--parameters", str(parameters), "--worker"])
+    # A burst goes out at once after a pause, which a measured rate does not show.
     network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=shaping(parse_rate(rate))[1]))
     print(network.outer, flush=True)
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))

@@ -157,6 +157,7 @@ def accuracy(task: Task, averager: tw.Mean, attack: Attack | None) -> float:
                 attacker.corrupt(sent, comm)
             averager.step(state, sent, comm).wait()
             optimizer.param_groups[0]["lr"] = task.rate(step / task.steps)
+            # Nothing is committed where values are not finite.
             if averager.commit(state):
                 optimizer.step()
         x, y = test

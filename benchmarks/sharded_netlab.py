@@ -86,6 +86,7 @@ def work(local_rank: int, host: int, options: argparse.Namespace) -> None:
             model = model_of(options, mesh["shard"])
             handles[name] = stack.enter_context(tw.compress_gradients(model, averager, replicas=mesh["replicate"]))
             steps[name] = SyntheticTraining(model, options.batch_size, rank)
+        # The model of the last method, without its exchange.
         steps[ALONE] = partial(without_exchange, handles[name], steps[name])
         measure(comm, steps, WARMUP)
         before = {name: handle.ledger.bytes_sent for name, handle in handles.items()}

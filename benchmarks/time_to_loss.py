@@ -108,6 +108,7 @@ def work(method: str, transport: str, steps: str, sleep: str, files: str, file: 
             began = time.perf_counter()
             while worker.steps < int(steps):
                 worker.step(model)
+            # Steps whose messages are under way are not done yet.
             if handle:
                 handle.settle()
             comm.barrier()

@@ -40,6 +40,7 @@ def methods(full: RunConfig) -> dict[str, TaskMethod]:
     made = {}
     for end, (how, fields) in {"": ("", {}), "-by-class": (", data split by class", {"split": "by-class"})}.items():
         for name, (about, strategy) in _METHODS.items():
+            # The schedule multiplies a worker's rate by the number of workers.
             rate = _TOTAL_RATES[name] / full.workers if name in _TOTAL_RATES else full.optimizer.learning_rate
             schedule = replace(full.optimizer.schedule, warmup_start=BASE_RATE / (rate * full.workers))
             changes = fields | {"optimizer": replace(full.optimizer, learning_rate=rate, schedule=schedule)}

@@ -30,6 +30,7 @@ PHASES = {
 def step_time(runs: Sequence[Run]) -> dict[str, float]:
     """Milliseconds of a mean step by phase: the measured seconds over the number of steps, averaged over runs."""
     each = [found for found in map(_step_time, runs) if found]
+    # A phase that some runs did not measure has no mean over all of them.
     return {key: mean(found[key] for found in each) for key in PHASES if each and all(key in found for found in each)}
 
 
@@ -64,7 +65,6 @@ def step_times(groups: Sequence[Group]) -> Figure | None:
     plain_axes(axes, grid="x")
     _key(axes, [key for key in PHASES if any(key in times for _, times in known)])
     return figure
-
 
 
 def _key(axes: Axes, phases: Sequence[str]) -> None:
@@ -104,6 +104,7 @@ def virtual_iteration_time(run: Run) -> float | None:
 
 
 def _between_rows(run: Run, key: str) -> float | None:
+    # Training begins at step 0 and second 0, so the first row ends an interval too.
     rows = [row for row in run.rows if row.get(key) is not None]
     times = [1e3 * (b[key] - a[key]) / (b["step"] - a["step"]) for a, b in pairwise([{"step": 0, key: 0.0}, *rows])]
     return median(times) if times else None

@@ -140,6 +140,7 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Captioned
 def _of_one_size(groups: Sequence[Group]) -> list[Group]:
     """The groups of the most frequent number of workers, and those of methods that have no run with it."""
     sizes = [group.runs[0].config.get("workers", 0) if "workers" in group.words else 0 for group in groups]
+    # Lines on different numbers of workers cannot be compared; `scaling` shows those that are left out here.
     usual = max(sizes, key=lambda size: (sizes.count(size), size))
     methods = [group.without("workers") for group in groups]
     there = {method.label for method, size in zip(methods, sizes, strict=True) if size == usual}

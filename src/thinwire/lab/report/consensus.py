@@ -43,6 +43,7 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
     """The best run of each averager in the rows of an experiment, by label: the run with its best step size."""
     runs: list[list[Row]] = []
     for row in rows:
+        # Rounds start again with each run.
         if not runs or row["round"] <= runs[-1][-1]["round"]:
             runs.append([])
         runs[-1].append(row)

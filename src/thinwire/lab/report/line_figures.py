@@ -60,6 +60,7 @@ def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -
     Returns:
         The figure; None if no group has such a line.
     """
+    # A method keeps its number, and with it its colour, in figures where others have no line.
     curves = {i: curve(group.runs, axis.read, y.key, y.scale) for i, group in enumerate(groups)}
     drawn = {i: found for i, found in curves.items() if found is not None and np.isfinite(found.y).any()}
     if log_y:

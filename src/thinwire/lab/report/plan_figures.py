@@ -77,6 +77,7 @@ def crossings(curves: Curves, points: Sequence[float]) -> list[tuple[float, str]
     names = [fastest(curves, i) for i in range(len(points))]
     for i, (below, above) in enumerate(zip(names[:-1], names[1:], strict=True)):
         if below != above:
+            # The lines cross where the logarithm of their ratio is 0.
             start, end = (float(np.log(curves[above][j] / curves[below][j])) for j in (i, i + 1))
             part = min(1.0, max(0.0, start / (start - end))) if start != end else 0.0
             found.append((float(points[i] * (points[i + 1] / points[i]) ** part), above))

@@ -120,6 +120,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 def _add_run(folder: Path, found: Found) -> None:
     """Read a run's files, and note each problem."""
+    # Paths may overlap, or lead through links to the same folder.
     if any(run.folder.resolve() == folder.resolve() for run in found.runs):
         return
     complaints: list[str] = []
@@ -157,6 +158,7 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
 def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     """All rows that can be read; a killed run may end with half a line."""
     try:
+        # A killed run may end within a character.
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         complaints.append(f"{path.name} is missing")

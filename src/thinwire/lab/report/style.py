@@ -89,6 +89,7 @@ def logarithmic(axes: Axes, which: str) -> None:
     getattr(axes, f"set_{which}scale")("log")
     axis, (low, high) = getattr(axes, f"{which}axis"), getattr(axes, f"get_{which}lim")()
     decades = high / low
+    # Fewer ticks on a longer axis, or labels would overlap; labels along x are wider than those along y are high.
     steps = (1, 2, 5) if decades < 60 else (1, 3) if decades < 600 and which == "y" else (1,)
     axis.set_major_locator(LogLocator(subs=steps, numticks=12 if decades < 600 else 7))
     axis.set_major_formatter(_short)
@@ -148,6 +149,7 @@ def as_svg(figure: Figure, name: str) -> str:
     import matplotlib
 
     file = StringIO()
+    # Without a salt, Matplotlib makes random ids.
     with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return file.getvalue()

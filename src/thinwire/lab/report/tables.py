@@ -65,6 +65,7 @@ def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
     runs = [run for group in groups for run in group.runs if run.finished]
     columns = [column for column in _columns(runs, main) if any(column.read(run) is not None for run in runs)]
     lines = [_line(group, columns) for group in groups]
+    # A longer run is no better method.
     if not SIZES & set(differing(runs)):
         for place, column in enumerate(columns):
             _mark_best(lines, place, column.metric)
@@ -96,6 +97,7 @@ def _of_metric(shown: Metric) -> Column:
 
 def _final(run: Run, key: str) -> float | None:
     """The number in the summary, or else in the last row that has it."""
+    # Not every metric of the rows is in the summary.
     rows = [run.summary.get("final") or {}, *reversed(run.rows)]
     return next((_number(row, key) for row in rows if key in row), None)
 

@@ -184,6 +184,7 @@ def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: 
         task.check(config)
     except ValueError as error:
         raise ValueError(f"{error} (in the run {in_words(varied)})" if varied else str(error)) from None
+    # Readable names are cut off at LONGEST_NAME, so the hash tells runs apart.
     name = f"{readable(varied) or recipe or command}-{identity(plain)[:8]}"
     return PlannedRun(command, values, varied, config, identity(plain), output / name)
 

@@ -101,6 +101,7 @@ def watch(sweep: Sweep) -> None:
     """Print the table of states: once, or on a terminal again and again until all runs have ended, or Ctrl-C."""
     console = Console()
     if not console.is_terminal:
+        # A file or a pipe has no width.
         Console(width=140).print(status_table(sweep, statuses_of(sweep.runs)))
         return
     with LiveTable(sweep, console) as table, contextlib.suppress(KeyboardInterrupt):

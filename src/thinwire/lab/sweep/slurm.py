@@ -65,7 +65,9 @@ def write_script(runs: Sequence[PlannedRun], options: str, pack: int = 1) -> Pat
         "chdir": str(Path.cwd()),
         "array": f"0-{jobs - 1}" + f"%{at_once}" * bool(at_once),
         "output": str(file.with_name("%A_%a.log")),
+        # A requeued job goes on in the same log.
         "open-mode": "append",
+        # A run starts its own workers.
         "ntasks": "1",
         "cpus-per-task": str(max(run.task.workers(run.config) * run.task.threads(run.config) for run in runs)),
         "signal": f"{signal.SIGUSR2.name.removeprefix('SIG')}@{WARNING_SECONDS}",
