@@ -102,7 +102,7 @@ class Marks:
         """Have the line cut, if this phase is due."""
         if self.due == phase:
             self.due = ""
-            self._tell(phase)
+            self.tell(phase)
 
     def before(self, owner: Any, name: str, phase: str) -> None:
         """Reach a phase before each call of a method."""
@@ -117,15 +117,16 @@ class Marks:
             if self.due not in ("in flight", "closing") or num_bytes(*args) < LARGE:
                 return original(comm, *args)
             phase, self.due = self.due, ""
-            self._tell("slow")
+            self.tell("slow")
             done = original(comm, *args)
-            self._tell(phase)
+            self.tell(phase)
             self.was_in_flight.append(not self._is_victim or num_unacknowledged() > 0)
             return done
 
         setattr(owner, name, wrapped)
 
-    def _tell(self, what: str) -> None:
+    def tell(self, what: str) -> None:
+        """Have the line cut, or made slow, now."""
         if self._is_victim:
             self._pipe.send(("at", what))
             self._pipe.recv()
@@ -173,8 +174,7 @@ def run(marks: Marks, rank: int, address: str, name: str) -> dict[str, Any]:
     marks.in_flight(TcpChannel, "send", lambda peer, kind, payload=None: 0 if payload is None else payload.nbytes)
     make = listening_store if rank == 0 else connected_store
     store = make(address, PORT, limit, credentials)
-    marks.due = "meeting"
-    marks.reach("meeting")
+    marks.tell("meeting")
     marks.due = "connecting"
     in_group = name in ("DDP", "Shards")
     comm: Any
@@ -204,8 +204,7 @@ def run(marks: Marks, rank: int, address: str, name: str) -> dict[str, Any]:
             digests[AT_STEP[step]] = digest(model)
     if name == "quorum":
         handle.synchronize()  # what saving asks for
-    marks.due = "saving"
-    marks.reach("saving")
+    marks.tell("saving")
     save(model, handle, comm, in_group)
     digests["saving"] = digest(model)
     last_words(marks, comm)
