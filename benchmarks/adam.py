@@ -13,27 +13,24 @@ processes can share the work.
 from __future__ import annotations
 
 import argparse
-import copy
 import math
-import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
-from studies import append, read, replace_part
-from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from studies import loss_of, once, read, trained
+from tables import DOCS, publish, spread, table_head, table_row
+from torch import nn
 
 import thinwire as tw
 from thinwire.lab.recipes.language import GPT_SMALL
 from thinwire.lab.train.data import PlainText
-from thinwire.lab.train.data.base import IGNORE
 from thinwire.lab.train.data.text import Text
-from thinwire.lab.train.models import apply
-from thinwire.lab.train.optimize import DGCSGD, SGD, LearningRateSchedule, Optimizer, set_learning_rate
+from thinwire.lab.train.optimize import DGCSGD, SGD, LearningRateSchedule, Optimizer
 
 WORKERS, STEPS, BATCH_SIZE = 4, 160, 4
 TEST_BATCHES = 8
@@ -43,32 +40,20 @@ SGD_LEARNING_RATE = 0.1
 EF, SHARDS = "ErrorFeedback()", "exchange='scatter_reduce'"
 
 
-@dataclass(frozen=True)
-class Method:
-    """How workers agree.
-
-    Args:
-        strategy: its notation.
-        optimizers: those that it suits.
-    """
-
-    strategy: str
-    optimizers: tuple[str, ...] = OPTIMIZERS
-
-
 METHODS = {
-    "dense": Method("Gradients(Mean())"),
-    "4 bits": Method("Gradients(Mean(QSGD(bits=4)))"),
-    "3 bits, scatter-reduce": Method(f"Gradients(Mean(QSGD(bits=3), {EF}, {SHARDS}))"),
-    "2 bits, scatter-reduce": Method(f"Gradients(Mean(QSGD(bits=2, bucket_size=128), {EF}, {SHARDS}))"),
-    "top-k 1 %, 4 bits": Method(f"Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), {EF}))"),
-    "top-k 10 %, 4 bits": Method(f"Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}))"),
-    "PowerSGD, rank 4": Method("Gradients(PowerSGD(rank=4))"),
-    "4 bits every 4 steps": Method(f"Local(Mean(QSGD(bits=4), {SHARDS}), every=4)"),
-    "top-k 10 %, 4 bits, every 4 steps": Method(f"Local(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}), every=4)"),
-    "DiLoCo, H = 20": Method("diloco(every=20)"),
-    "DGC 1 %": Method("Gradients(dgc(ratio=GeometricWarmup(final=0.01, num=16, unit='step')))", optimizers=("sgd",)),
+    "dense": "Gradients(Mean())",
+    "4 bits": "Gradients(Mean(QSGD(bits=4)))",
+    "3 bits, scatter-reduce": f"Gradients(Mean(QSGD(bits=3), {EF}, {SHARDS}))",
+    "2 bits, scatter-reduce": f"Gradients(Mean(QSGD(bits=2, bucket_size=128), {EF}, {SHARDS}))",
+    "top-k 1 %, 4 bits": f"Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), {EF}))",
+    "top-k 10 %, 4 bits": f"Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}))",
+    "PowerSGD, rank 4": "Gradients(PowerSGD(rank=4))",
+    "4 bits every 4 steps": f"Local(Mean(QSGD(bits=4), {SHARDS}), every=4)",
+    "top-k 10 %, 4 bits, every 4 steps": f"Local(Mean(chain(TopK(0.1), QSGD(bits=4)), {EF}), every=4)",
+    "DiLoCo, H = 20": "diloco(every=20)",
+    "DGC 1 %": "Gradients(dgc(ratio=GeometricWarmup(final=0.01, num=16, unit='step')))",
 }
+SGD_ALONE = ("DGC 1 %",)  # its momentum takes the place of the optimizer's
 
 
 def run(options: argparse.Namespace) -> None:
@@ -76,63 +61,42 @@ def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(1)
     data = load(options.data)
     for seed in options.seeds:
-        for label, method in METHODS.items():
+        for label, strategy in METHODS.items():
             for optimizer in options.optimizers:
-                wanted = optimizer in method.optimizers and any(text in label for text in options.only)
-                key = {"method": label, "strategy": method.strategy, "optimizer": optimizer, "seed": seed}
-                if wanted and not any(key.items() <= row.items() for row in read(options.results)):
-                    append(options.results, key | measure(method, optimizer, seed, data))
+                suits = optimizer == "sgd" or label not in SGD_ALONE
+                key = {"method": label, "strategy": strategy, "optimizer": optimizer, "seed": seed}
+                if suits and any(text in label for text in options.only):
+                    once(options.results, key, partial(measure, strategy, optimizer, seed, data))
 
 
-def measure(method: Method, optimizer: str, seed: int, data: Text) -> dict[str, float]:
+def measure(strategy: str, optimizer: str, seed: int, data: Text) -> dict[str, float]:
     """One run: the perplexity and the bytes that a worker sent, with the sizes of dense training beside them."""
-    began = time.monotonic()
     world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
     torch.manual_seed(seed)
     initial = MODEL.build(data.num_classes)
-    loss, ledger = world.run(train, method, settings_of(optimizer, method), seed, data, initial)[0]
-    return {
-        "perplexity": math.exp(min(loss, 100.0)),
-        "bytes_sent": ledger.bytes_sent,
-        "seconds": round(time.monotonic() - began),
-    }
+    loss, ledger = world.run(train, strategy, settings_of(optimizer, strategy), seed, data, initial)[0]
+    return {"perplexity": math.exp(min(loss, 100.0)), "bytes_sent": ledger.bytes_sent}
 
 
-def settings_of(optimizer: str, method: Method) -> Optimizer:
+def settings_of(optimizer: str, strategy: str) -> Optimizer:
     """The recipe's AdamW; SGD with momentum; or SGD without, where the averager applies the momentum."""
     if optimizer == "adamw":
         return GPT_SMALL.optimizer
     schedule = LearningRateSchedule(warmup_fraction=0.1)
-    kind = DGCSGD if tw.parse(method.strategy).averager.traits.has_momentum else SGD
+    kind = DGCSGD if tw.parse(strategy).averager.traits.has_momentum else SGD
     return kind(SGD_LEARNING_RATE, weight_decay=0.0, momentum=0.9, nesterov=False, schedule=schedule)
 
 
 def train(
-    comm: tw.comm.Communicator, method: Method, settings: Optimizer, seed: int, data: Text, initial: nn.Module
+    comm: tw.comm.Communicator, strategy: str, settings: Optimizer, seed: int, data: Text, initial: nn.Module
 ) -> tuple[float, tw.comm.Ledger]:
     """One worker of one run from the `initial` weights: the test loss in nats a byte, and the ledger."""
-    model = copy.deepcopy(initial)
-    optimizer = settings.build(model)
-    handle = tw.attach(model, optimizer, method.strategy, comm=comm, seed=seed)
     share = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))[comm.rank :: comm.size]
-    for step in range(STEPS):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, STEPS))
-        places = torch.arange(step * BATCH_SIZE, (step + 1) * BATCH_SIZE) % len(share)
-        batch = data.batch(share[places], torch.Generator(), epoch=0)
-        optimizer.zero_grad()
-        loss_of(model, batch.inputs, batch.labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), GPT_SMALL.clip_norm)
-        optimizer.step()
-    if isinstance(handle, tw.strategy.LocalUpdates):
-        handle.synchronize()
-    handle.detach()
-    return test_loss(model, data), handle.ledger
-
-
-def loss_of(model: nn.Module, inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Mean cross-entropy in nats a byte."""
-    scores, _ = apply(model, inputs)
-    return cross_entropy(scores.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    places = (torch.arange(STEPS * BATCH_SIZE) % len(share)).split(BATCH_SIZE)
+    found = [data.batch(share[chosen], torch.Generator(), epoch=0) for chosen in places]
+    batches = [(batch.inputs, batch.labels) for batch in found]
+    model, ledger = trained(comm, initial, settings, strategy, seed, batches, GPT_SMALL.clip_norm)
+    return test_loss(model, data), ledger
 
 
 @torch.no_grad()
@@ -156,9 +120,7 @@ def table(options: argparse.Namespace) -> None:
     """The two tables, into the page."""
     rows = read(options.results)
     for optimizer in OPTIMIZERS:
-        lines = lines_of(optimizer, rows)
-        print("\n".join(lines), end="\n\n")
-        replace_part(options.page, optimizer, lines)
+        publish(options.page, optimizer, lines_of(optimizer, rows))
 
 
 def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
@@ -166,27 +128,19 @@ def lines_of(optimizer: str, rows: list[dict[str, Any]]) -> list[str]:
     ours = {label: [r for r in rows if r["method"] == label and r["optimizer"] == optimizer] for label in METHODS}
     if not any(ours.values()):
         return ["No run yet."]
-    dense = {row["seed"]: row for row in ours["dense"]}
-    lines = [
-        "| method | strategy | perplexity | above dense | MB sent by a worker | fewer than fp32 | fewer than bf16 | seeds |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for label, runs in sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf])):
-        if runs:
-            lines.append(line(label, runs, dense))
-    return lines
+    dense = {r["seed"]: r for r in ours["dense"]}
+    names = "method, strategy, perplexity, above dense, MB sent by a worker, fewer than fp32, fewer than bf16, seeds"
+    by_perplexity = sorted(ours.items(), key=lambda item: mean([r["perplexity"] for r in item[1]] or [math.inf]))
+    return [*table_head(names.split(", ")), *(line(label, runs, dense) for label, runs in by_perplexity if runs)]
 
 
 def line(label: str, runs: list[dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:
     """One method over its seeds; "above dense" compares runs of the same seed."""
-    perplexities = [row["perplexity"] for row in runs]
-    spread = f" ± {stdev(perplexities):.2f}" if len(runs) > 1 else ""
-    above = mean(row["perplexity"] / dense[row["seed"]]["perplexity"] - 1 for row in runs)
-    sent = mean(row["bytes_sent"] for row in runs)
-    full = mean(dense[row["seed"]]["bytes_sent"] for row in runs)
-    method = METHODS[label]
-    cells = [label, f"`{method.strategy}`", f"{mean(perplexities):.2f}{spread}", f"{above:+.1%}", f"{sent / 1e6:.1f}"]
-    return f"| {' | '.join([*cells, f'{full / sent:.1f}', f'{full / sent / 2:.1f}', str(len(runs))])} |"
+    above = mean(r["perplexity"] / dense[r["seed"]]["perplexity"] - 1 for r in runs)
+    sent = mean(r["bytes_sent"] for r in runs)
+    full = mean(dense[r["seed"]]["bytes_sent"] for r in runs)
+    cells = [label, f"`{METHODS[label]}`", spread(r["perplexity"] for r in runs), f"{above:+.1%}"]
+    return table_row([*cells, f"{sent / 1e6:.1f}", f"{full / sent:.1f}", f"{full / sent / 2:.1f}", len(runs)])
 
 
 def main() -> None:
@@ -195,7 +149,7 @@ def main() -> None:
     parser.add_argument("what", choices=["run", "table"])
     parser.add_argument("data", type=Path, nargs="?", default=Path("data/wikitext-2"))
     parser.add_argument("--results", type=Path, default=Path("runs/adam/results.jsonl"))
-    parser.add_argument("--page", type=Path, default=Path(__file__).parent.parent / "docs" / "adam.md")
+    parser.add_argument("--page", type=Path, default=DOCS / "adam.md")
     parser.add_argument("--optimizers", nargs="*", default=OPTIMIZERS, choices=OPTIMIZERS)
     parser.add_argument("--seeds", nargs="*", type=int, default=SEEDS)
     parser.add_argument(

@@ -30,7 +30,6 @@ import random
 import signal
 import statistics
 import sys
-import threading
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -41,11 +40,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from chaos_train import train
-from chaos_worker import IN_DDP, IN_SHARDS, NUM_BLOCKS, Fault, enter, strategy_of, worker
+from chaos_worker import IN_DDP, IN_SHARDS, NUM_BLOCKS, Fault, serve, started, strategy_of, worker
 from netlab import INTERFACE, Lab
+from tables import table_head, table_row
 
 import thinwire as tw
-from thinwire.comm import Credentials, Lighthouse
+from thinwire.comm import Credentials
 
 WORKERS = 4
 PRELOADED = ["thinwire", "torch._dynamo", "torchft.manager", "torchft.coordination", "netlab", "chaos_worker"]
@@ -100,21 +100,13 @@ class Outcome(NamedTuple):
 
     configuration: str
     fault: Fault
-    detected: float | None
-    committed: float | None
-    lost: float | None
+    detected: float | None = None
+    committed: float | None = None
+    lost: float | None = None
     failure: str = ""
 
 
 # ---- the run of one configuration ----
-
-
-def serve(pipe: Connection, host: str, port: int, namespace: str | None) -> None:
-    """A Lighthouse in a process of its own, so that it can be killed."""
-    enter(namespace)
-    lighthouse = Lighthouse(2, host, port, join_seconds=20.0, credentials=Credentials.from_environment())
-    pipe.send(lighthouse.address)
-    threading.Event().wait()
 
 
 class Run:
@@ -136,21 +128,19 @@ class Run:
             self.start(number)
 
     def serve(self) -> None:
-        parent, child = self.context.Pipe()
-        namespace = None if self.lab is None else self.lab.namespaces[WORKERS + 1]
-        self.lighthouse = self.context.Process(target=serve, args=(child, self.host, self.port, namespace), daemon=True)
-        self.lighthouse.start()
-        self.address = parent.recv()
+        options = {"port": self.port, "join_seconds": 20.0, "credentials": Credentials.from_environment()}
+        self.lighthouse, pipe = started(self.context, serve, self.namespace(WORKERS + 1), self.host, options)
+        self.address = pipe.recv()
         self.port = int(self.address.rsplit(":", 1)[1])
 
     def start(self, number: int, strategy: str | None = None, **changed: Any) -> None:
-        parent, child = self.context.Pipe()
-        namespace = None if self.lab is None else self.lab.namespaces[number]
-        arguments = (child, self.address, number, strategy or self.strategy, namespace, changed)
-        process = self.context.Process(target=worker, args=arguments, daemon=True)
-        process.start()
-        child.close()
-        self.processes[number], self.pipes[number], self.events[number] = process, parent, []
+        arguments = (self.address, number, strategy or self.strategy, self.namespace(number), changed)
+        self.processes[number], self.pipes[number] = started(self.context, worker, *arguments)
+        self.events[number] = []
+
+    def namespace(self, number: int) -> str | None:
+        """Of a host, if there is a lab."""
+        return None if self.lab is None else self.lab.namespaces[number]
 
     def kill(self, number: int) -> None:
         self.processes.pop(number).kill()
@@ -193,6 +183,7 @@ class Run:
 
     def differing(self, since: float) -> str:
         """The first round after which living workers held different bits."""
+        # Gossip leaves workers with models of their own.
         if not strategy_of(self.strategy).averager.traits.gives_one_mean:
             return ""
         found: dict[int, set[str]] = defaultdict(set)
@@ -226,7 +217,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     everyone, began = set(run.processes), time.monotonic()
     victim = fault.number
     if not run.wait_until(lambda: run.together(everyone, began), 90):
-        return Outcome(configuration, fault, None, None, None, "workers did not come together before the fault")
+        return Outcome(configuration, fault, failure="workers did not come together before the fault")
     at = time.monotonic()
     if fault.name == "Lighthouse restarts":
         run.lighthouse.kill()
@@ -246,7 +237,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         run.start(victim, **CHANGES.get(fault.name.split()[-1], {"strategy": other_than(run.strategy)}))
         process = run.processes[victim]
         if not run.wait_until(lambda: not process.is_alive(), 60):
-            return Outcome(configuration, fault, None, None, None, "the victim was let in, or waits")
+            return Outcome(configuration, fault, failure="the victim was let in, or waits")
         at, survivors = time.monotonic(), everyone - {victim}
     elif fault.name == "two join, one dies healing":
         other = (victim + 1) % WORKERS
@@ -256,7 +247,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
         run.pipes[victim].send(("kill", "heal", victim))
         survivors = everyone - {victim, other}
         if not run.wait_until(lambda: victim not in run.processes, 60):
-            return Outcome(configuration, fault, None, None, None, "the victim was not healed")
+            return Outcome(configuration, fault, failure="the victim was not healed")
         at = time.monotonic()
     else:
         run.pipes[victim].send(tuple(fault))
@@ -269,7 +260,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
             run.kill(other)
             run.start(other)
         if not run.wait_until(lambda: any(kind == "fault" for kind, when, _ in run.events[victim] if when >= at), 60):
-            return Outcome(configuration, fault, None, None, None, "the phase did not come")
+            return Outcome(configuration, fault, failure="the phase did not come")
         at = max(when for kind, when, _ in run.events[victim] if kind == "fault")
         if fault.name == "kill two" or fault.name.endswith("kill another"):
             run.kill(other)
@@ -278,7 +269,7 @@ def try_fault(run: Run, configuration: str, fault: Fault, limit: float) -> Outco
     went_on = run.wait_until(lambda: all(run.commits(number, at) for number in survivors), limit)
     if not went_on:
         silent = [number for number in survivors if not run.commits(number, at)]
-        return Outcome(configuration, fault, None, None, None, f"workers {silent} committed nothing in {limit:g} s")
+        return Outcome(configuration, fault, failure=f"workers {silent} committed nothing in {limit:g} s")
     committed = max(run.commits(number, at)[0][0] for number in survivors) - at
     told = [when - at for n in survivors for kind, when, _ in run.events[n] if kind == "gave up" and when > at]
     failure = restored(run, fault, everyone, at)
@@ -307,6 +298,7 @@ def restored(run: Run, fault: Fault, everyone: set[int], at: float) -> str:
     run.listen(0.5)
     if victim in run.processes and not run.processes[victim].is_alive():
         run.kill(victim)
+    # Workers that died beside the victim are started again too.
     for number in everyone - set(run.processes):
         run.start(number)
     came_back = time.monotonic()
@@ -398,16 +390,13 @@ def table(outcomes: list[Outcome], by: Callable[[Outcome], str], title: str) -> 
     groups: dict[str, list[Outcome]] = defaultdict(list)
     for outcome in outcomes:
         groups[by(outcome)].append(outcome)
-    lines = [
-        f"| {title} | survived | noticed after (s) | next commit after (s) | largest norm lost |",
-        "| --- " * 5 + "|",
-    ]
+    lines = table_head([title, "survived", "noticed after (s)", "next commit after (s)", "largest norm lost"])
     for name, found in groups.items():
         survived = sum(not outcome.failure for outcome in found)
         cells = [_seconds([getattr(o, key) for o in found]) for key in ("detected", "committed")]
         lost = max((o.lost for o in found if o.lost is not None), default=None)
         cells.append("-" if lost is None else f"{lost:.2g}")
-        lines.append(f"| {name} | {survived} of {len(found)} | {' | '.join(cells)} |")
+        lines.append(table_row([name, f"{survived} of {len(found)}", *cells]))
     return lines
 
 

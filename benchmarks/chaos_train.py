@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tables import table_head, table_row
 from torch import nn
 
 from thinwire.comm import Communicator, ElasticCommunicator
@@ -77,6 +78,7 @@ def command(folder: str, *options: str) -> None:
     from thinwire.lab.cli.train import train_command
 
     os.chdir(folder)
+    # The command takes no callbacks, so it gets a `train` that has one.
     thinwire.lab.train.train = partial(thinwire.lab.train.train, callbacks=[models])
     train_command(list(options))
 
@@ -190,11 +192,8 @@ def drawn(seed: int) -> list[Killed]:
 
 def train(seeds: Sequence[int], only: Sequence[str] | None, out: Path | None) -> int:
     """Train each configuration with and without kills, print the table, and return the number of failures."""
-    lines = [
-        "| configuration | seed | killed: worker (step) | next commit after (s) | joined after (s) | models at the end "
-        "| test accuracy | undisturbed |",
-        "| --- " * 8 + "|",
-    ]
+    names = "configuration, seed, killed: worker (step), next commit after (s), joined after (s), models at the end"
+    lines = table_head([*names.split(", "), "test accuracy", "undisturbed"])
     failures = []
     for name in only or CONFIGURATIONS:
         for seed in seeds:
@@ -211,11 +210,9 @@ def train(seeds: Sequence[int], only: Sequence[str] | None, out: Path | None) ->
                 ", ".join("-" if t is None else f"{t:.1f}" for t in times)
                 for times in zip(*((k.committed, k.joined) for k in hit.kills), strict=True)
             ]
-            cells += [
-                f"{hit.rows[-1]['models'] if hit.rows else 0:g}",
-                *(f"{accuracy:.1f} %" for accuracy in accuracies),
-            ]
-            lines.append(f"| {' | '.join(map(str, cells))} |")
+            cells += [f"{hit.rows[-1]['models'] if hit.rows else 0:g}"]
+            cells += [f"{accuracy:.1f} %" for accuracy in accuracies]
+            lines.append(table_row(cells))
             print(lines[-1], *failures[-1:], flush=True)
             if out is not None:
                 with out.open("a") as file:

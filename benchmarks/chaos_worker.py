@@ -28,7 +28,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.comm import Credentials, ElasticCommunicator
+from thinwire.comm import Credentials, ElasticCommunicator, Lighthouse
 from thinwire.strategy import strategy as declared
 from thinwire.strategy.model.shards import local
 
@@ -55,6 +55,23 @@ def enter(namespace: str | None) -> None:
     if namespace is not None:
         file = os.open(f"/var/run/netns/{namespace}", os.O_RDONLY)
         assert ctypes.CDLL(None, use_errno=True).setns(file, 0) == 0, "setns failed"
+
+
+def started(context: Any, target: Callable[..., None], *arguments: Any) -> tuple[Any, Connection]:
+    """Start a process with one end of a pipe as its first argument; the process, and the pipe's other end."""
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+    process.start()
+    theirs.close()  # else reading would not end with the process
+    return process, pipe
+
+
+def serve(pipe: Connection, namespace: str | None, host: str, options: dict[str, Any]) -> None:
+    """A Lighthouse in a process of its own, so that it can be killed; tells its address."""
+    enter(namespace)
+    lighthouse = Lighthouse(2, host, **options)
+    pipe.send(lighthouse.address)
+    threading.Event().wait()
 
 
 def worker(
@@ -197,6 +214,7 @@ class _Order:
             return
         self._fault = None
         self._pipe.send(("fault", time.monotonic(), {}))
+        # A worker of two processes may lose either.
         victim = random.choice([os.getpid(), self._other or os.getpid()])
         if fault.name.startswith("kill"):
             os.kill(victim, signal.SIGKILL)

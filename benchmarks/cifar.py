@@ -14,13 +14,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from studies import finished, replace_part
+from studies import finished
+from tables import publish, table_head, table_row
 
 from thinwire.lab.recipes import recipes
 from thinwire.lab.recipes.base import momentum_applied_once
 from thinwire.lab.report import Run
 from thinwire.lab.report.groups import Group
-from thinwire.lab.report.line_figures import along_bytes, lines
+from thinwire.lab.report.line_figures import ALONG_BYTES, lines
 from thinwire.lab.report.metrics import metric
 from thinwire.lab.report.style import save, styled
 from thinwire.lab.report.tables import times
@@ -52,9 +53,10 @@ def main() -> None:
     configs = {label: configured(base, METHODS[label]) for label in METHODS}
     runs = [finished(c, f"{c.strategy}-epochs{c.epochs}", label, options.only in label) for label, c in configs.items()]
     runs = [run for run in runs if run is not None]
-    print("\n".join(table(runs)))
     if options.docs:
         write(options.docs, runs)
+    else:
+        print("\n".join(table(runs)))
 
 
 def configured(base: RunConfig, strategy: str) -> RunConfig:
@@ -66,25 +68,21 @@ def configured(base: RunConfig, strategy: str) -> RunConfig:
 
 def table(runs: Sequence[Run]) -> list[str]:
     """Markdown, the most bytes first; of gossip, accuracy is the mean over the workers' own models."""
-    lines = [
-        "| method | strategy | test accuracy | mean model | MB sent by a worker | fewer than fp32 |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = table_head(["method", "strategy", "test accuracy", "mean model", "MB sent by a worker", "fewer than fp32"])
     for run in sorted(runs, key=lambda run: -run.summary["bytes_sent_per_worker"]):
         final, sent = run.summary["final"], run.summary["bytes_sent_per_worker"]
         mean = final.get("mean_model_test_accuracy")
-        lines.append(
-            f"| {run.label} | `{METHODS[run.label][0]}` | {final['test_accuracy']:.2%} | "
-            f"{'' if mean is None else f'{mean:.2%}'} | {sent / 1e6:,.2f} | {times(run.summary['dense_fp32_bytes'], sent)} |"
-        )
+        accuracies = [f"{final['test_accuracy']:.2%}", "" if mean is None else f"{mean:.2%}"]
+        cost = [f"{sent / 1e6:,.2f}", times(run.summary["dense_fp32_bytes"], sent)]
+        lines.append(table_row([run.label, f"`{METHODS[run.label]}`", *accuracies, *cost]))
     return lines
 
 
 def write(docs: Path, runs: Sequence[Run]) -> None:
     """Put the table between the page's markers, and the figure beside the page."""
-    replace_part(docs / "cifar10.md", "table", table(runs))
+    publish(docs / "cifar10.md", "table", table(runs))
     with styled():
-        figure = lines([Group({}, [run], run.label) for run in runs], along_bytes(), metric("test_accuracy"))
+        figure = lines([Group({}, [run], run.label) for run in runs], ALONG_BYTES, metric("test_accuracy"))
         save(figure, docs / "cifar10.png")
 
 

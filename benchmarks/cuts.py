@@ -42,8 +42,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from chaos_worker import call_before, enter
+from chaos_worker import call_before, enter, started
 from netlab import INTERFACE, Lab
+from tables import table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -101,7 +102,7 @@ class Marks:
         """Have the line cut, if this phase is due."""
         if self.due == phase:
             self.due = ""
-            self._tell(phase)
+            self.tell(phase)
 
     def before(self, owner: Any, name: str, phase: str) -> None:
         """Reach a phase before each call of a method."""
@@ -116,15 +117,16 @@ class Marks:
             if self.due not in ("in flight", "closing") or num_bytes(*args) < LARGE:
                 return original(comm, *args)
             phase, self.due = self.due, ""
-            self._tell("slow")
+            self.tell("slow")
             done = original(comm, *args)
-            self._tell(phase)
+            self.tell(phase)
             self.was_in_flight.append(not self._is_victim or num_unacknowledged() > 0)
             return done
 
         setattr(owner, name, wrapped)
 
-    def _tell(self, what: str) -> None:
+    def tell(self, what: str) -> None:
+        """Have the line cut, or made slow, now."""
         if self._is_victim:
             self._pipe.send(("at", what))
             self._pipe.recv()
@@ -172,8 +174,7 @@ def run(marks: Marks, rank: int, address: str, name: str) -> dict[str, Any]:
     marks.in_flight(TcpChannel, "send", lambda peer, kind, payload=None: 0 if payload is None else payload.nbytes)
     make = listening_store if rank == 0 else connected_store
     store = make(address, PORT, limit, credentials)
-    marks.due = "meeting"
-    marks.reach("meeting")
+    marks.tell("meeting")
     marks.due = "connecting"
     in_group = name in ("DDP", "Shards")
     comm: Any
@@ -203,8 +204,7 @@ def run(marks: Marks, rank: int, address: str, name: str) -> dict[str, Any]:
             digests[AT_STEP[step]] = digest(model)
     if name == "quorum":
         handle.synchronize()  # what saving asks for
-    marks.due = "saving"
-    marks.reach("saving")
+    marks.tell("saving")
     save(model, handle, comm, in_group)
     digests["saving"] = digest(model)
     last_words(marks, comm)
@@ -288,11 +288,8 @@ def outcome(name: str, seconds: float) -> list[dict[str, Any]] | str:
         pipes = {}
         try:
             for rank in range(size):
-                pipe, theirs = context.Pipe()
-                arguments = (theirs, rank, lab.address(0), name, lab.namespaces[rank])
-                processes.append(context.Process(target=work, args=arguments, daemon=True))
-                processes[-1].start()
-                theirs.close()
+                process, pipe = started(context, work, rank, lab.address(0), name, lab.namespaces[rank])
+                processes.append(process)
                 pipes[pipe] = rank
             while len(told) < size:
                 ready = wait([pipe for pipe, rank in pipes.items() if rank not in told], until - time.monotonic())
@@ -372,8 +369,7 @@ def main() -> int:
         plain = dict(zip(names, pool.map(lambda name: outcome(name, 0.0), names), strict=True))
         cases = [(name, seconds) for seconds in options.seconds for name in names]
         found = dict(zip(cases, pool.map(lambda case: outcome(*case), cases), strict=True))
-    print(f"| strategy | {' | '.join(f'{seconds:g} s' for seconds in options.seconds)} |")
-    print("| --- " * (1 + len(options.seconds)) + "|")
+    print(*table_head(["strategy", *(f"{seconds:g} s" for seconds in options.seconds)]), sep="\n")
     failures = []
     for name in names:
         cells = []
@@ -381,7 +377,7 @@ def main() -> int:
             wrong = faults(name, found[name, seconds], plain[name])
             cells.append(f"{len(PHASES)} of {len(PHASES)} phases" if not wrong else ", ".join(wrong))
             failures += [f"{name}, {seconds:g} s, {phase}: {why}" for phase, why in wrong.items()]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(table_row([name, *cells]))
     print("", *failures, sep="\n")
     return int(bool(failures))
 

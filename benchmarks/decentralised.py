@@ -13,27 +13,28 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies import finished
+from tables import table_head, table_row
 
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
 
-# What the constructor gives, but for the ring; then what pays on this task, and the mean of gradients to compare with.
-DEFAULTS = (
+STRATEGIES = (
+    # What the constructor gives, but for the ring.
     "Gossip(Mix(Ring()))",
     "Gossip(PushSum(Ring()))",
     "Gossip(Choco(Ring()))",
     "Gossip(DeepSqueeze(Ring()))",
     "Gossip(PowerGossip(Ring()))",
     "Gossip(Moniqua(Ring()))",
-)
-TUNED = (
+    # What pays on this task.
     "Gossip(Choco(Ring(), step_size=0.5))",
     "Gossip(Choco(Ring(), TopK(0.01)))",
     "Gossip(DeepSqueeze(Ring(), step_size=0.05))",
     "Gossip(PowerGossip(Ring(), iterations=4))",
     "Gossip(Moniqua(Ring(), theta=0.25, bits=4, step_size=0.5))",
+    # To compare with.
+    "Gradients(Mean())",
 )
-REFERENCE = ("Gradients(Mean())",)
 
 
 def main() -> None:
@@ -50,7 +51,7 @@ def main() -> None:
         shuffled=options.shuffled, output=options.output,
     )  # fmt: skip
     runs = []
-    for strategy in (*DEFAULTS, *TUNED, *REFERENCE):
+    for strategy in STRATEGIES:
         config = replace(shared, strategy=strategy)
         words = f"{strategy} workers{config.workers} epochs{config.epochs} shuffled{config.shuffled} seed{config.seed}"
         run = finished(config, words, strategy, options.only in strategy)
@@ -60,17 +61,13 @@ def main() -> None:
 
 def table(runs: list[Run]) -> list[str]:
     """Markdown; accuracies in per cent, distance of the last row, megabytes sent by a worker in the whole run."""
-    lines = [
-        "| strategy | local models | mean model | consensus distance | MB sent by a worker |",
-        "|---|---|---|---|---|",
-    ]
+    lines = table_head(["strategy", "local models", "mean model", "consensus distance", "MB sent by a worker"])
     for run in runs:
         final, megabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e6
         local, mean = final["test_accuracy"], final.get("mean_model_test_accuracy", final["test_accuracy"])
         distance = final.get("consensus_distance", 0.0)
-        lines.append(
-            f"| `{run.label}` | {local:.1%} | {mean:.1%} | {distance:.2g} | {megabytes:.1f} |".replace("%", " %")
-        )
+        percents = [f"{100 * accuracy:.1f} %" for accuracy in (local, mean)]
+        lines.append(table_row([f"`{run.label}`", *percents, f"{distance:.2g}", f"{megabytes:.1f}"]))
     return lines
 
 

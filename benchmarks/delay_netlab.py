@@ -15,17 +15,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 import torch
 from netlab import Lab
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 from torch import nn
 
 import thinwire as tw
 from thinwire.comm import Communicator
+from thinwire.lab.bench.step import joined
 
 EVERY, FRAGMENTS, DELAY = 20, 4, 5
 ALONE = "computation alone"
@@ -50,47 +50,40 @@ def main() -> None:
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.worker is not None:
-        return work(options.worker, options.steps, options.repetitions, options.pause, options.batch_size)
-    with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.rate) as lab:
-        file = Path(folder, "rows.json")
-        numbers = [f"--{name}={getattr(options, name)}" for name in ("steps", "repetitions", "pause")]
-        numbers.append(f"--batch-size={options.batch_size}")
-        if code := lab.run([sys.executable, __file__, "--worker", str(file), *numbers], {"OMP_NUM_THREADS": "1"}):
-            sys.exit(code)
-        rows = json.loads(file.read_text())
+        return work(options)
+    with Lab(options.hosts, options.rate) as lab:
+        rows = lab.ask([sys.executable, *sys.argv, "--worker"])
     alone = rows[ALONE]["step"]
-    lines = ["| method | step | ratio | blocked a step | bytes a step | peak bytes |", "|---|---|---|---|---|---|"]
+    lines = table_head(["method", "step", "ratio", "blocked a step", "bytes a step", "peak bytes"])
     for name, row in rows.items():
-        times = f"{1e3 * row['step']:.1f} ms | {row['step'] / alone:.2f} | {1e3 * row['blocked']:.1f} ms"
-        lines.append(f"| {name} | {times} | {row['bytes']:,.0f} | {row['peak']:,.0f} |")
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "delay, network lab", lines)
+        times = [f"{1e3 * row['step']:.1f} ms", f"{row['step'] / alone:.2f}", f"{1e3 * row['blocked']:.1f} ms"]
+        lines.append(table_row([name, *times, f"{row['bytes']:,.0f}", f"{row['peak']:,.0f}"]))
+    publish(DOCS / "benchmarks.md", "delay, network lab", lines)
 
 
-def work(file: Path, steps: int, repetitions: int, pause: float, batch_size: int) -> None:
+def work(options: argparse.Namespace) -> None:
     """One host; host 0 writes the rows."""
-    torch.distributed.init_process_group("gloo")
-    with tw.comm.ProcessGroupCommunicator() as comm:
+    with joined(transport="gloo") as comm:
         rows: dict[str, dict[str, float]] = {}
-        for _ in range(repetitions):
+        for _ in range(options.repetitions):
             for name, strategy in METHODS.items():
-                row = measured(comm, strategy, steps, pause, batch_size)
+                row = measured(comm, strategy, options)
+                # Other programs only make steps longer, so the shortest is kept.
                 if name not in rows or row["step"] < rows[name]["step"]:
                     rows[name] = row
         if comm.rank == 0:
-            file.write_text(json.dumps(rows))
-    torch.distributed.destroy_process_group()
+            options.worker.write_text(json.dumps(rows))
 
 
 def measured(
-    comm: Communicator, strategy: tw.strategy.Strategy | None, steps: int, pause: float, batch_size: int
+    comm: Communicator, strategy: tw.strategy.Strategy | None, options: argparse.Namespace
 ) -> dict[str, float]:
     """Seconds and bytes of a step of the slowest worker, over whole periods after a first one."""
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.GELU())))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     handle = None if strategy is None else tw.attach(model, optimizer, strategy)
-    inputs = torch.randn(batch_size, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
+    inputs = torch.randn(options.batch_size, WIDTH, generator=torch.Generator().manual_seed(comm.rank))
 
     def compute() -> None:
         optimizer.zero_grad()
@@ -98,8 +91,8 @@ def measured(
 
     def train(count: int) -> None:
         for _ in range(count):
-            if pause:
-                time.sleep(pause)  # with the gradients of the step before
+            if options.pause:
+                time.sleep(options.pause)  # with the gradients of the step before
             else:
                 compute()
             optimizer.step()
@@ -110,13 +103,13 @@ def measured(
     waited = blocked(handle)
     sent = 0 if handle is None else handle.ledger.bytes_sent
     began = time.perf_counter()
-    train(steps)
-    seconds = torch.tensor([(time.perf_counter() - began) / steps, (blocked(handle) - waited) / steps])
+    train(options.steps)
+    seconds = torch.tensor([time.perf_counter() - began, blocked(handle) - waited]) / options.steps
     comm.barrier()
     seconds = torch.stack(comm.all_gather(seconds).wait()).amax(0)
     row = {"step": seconds[0].item(), "blocked": seconds[1].item(), "bytes": 0.0, "peak": 0.0}
     if handle is not None:
-        row |= {"bytes": (handle.ledger.bytes_sent - sent) / steps, "peak": handle.ledger.peak_bytes_sent}
+        row |= {"bytes": (handle.ledger.bytes_sent - sent) / options.steps, "peak": handle.ledger.peak_bytes_sent}
         handle.detach()
     return row
 

@@ -55,6 +55,7 @@ def main() -> int:
         for i in range(options.repeats):
             loaded = i > 0 and not options.no_load
             with background_load() if loaded else nullcontext():
+                # The first run, without load, is what the others are compared with.
                 folders.append(_train(recipe, options.output, f"{recipe}-{i}", passed_on))
         differs = [*unfinite(folders[0]), *(text for folder in folders[1:] for text in differences(folders[0], folder))]
         print(f"{recipe}: {_in_words(folders[0], options.repeats, differs)}", flush=True)

@@ -13,24 +13,23 @@ from __future__ import annotations
 
 import argparse
 import copy
+import itertools
 import sysconfig
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import Any
 
 import torch
-from studies import append, read, replace_part
+from studies import Batch, digit_accuracy, digits, loss_of, once, read, trained
+from tables import publish, spread, table_head, table_row
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.lab.train.data import Digits
-from thinwire.lab.train.models import GPT, DigitsNet, LSTMLanguageModel, apply
-from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule, Muon, Optimizer, set_learning_rate
+from thinwire.lab.train.models import GPT, DigitsNet, LSTMLanguageModel
+from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule, Muon, Optimizer
 from thinwire.strategy.gradients.gradients import default_averager
 
 WORKERS, CONTEXT = 4, 64
@@ -58,8 +57,6 @@ MUON_LINES = {
 }
 """What was tried for Muon; not part of a plain `run`."""
 
-Batch = tuple[Tensor, Tensor]
-
 
 @dataclass(frozen=True)
 class Task:
@@ -67,7 +64,7 @@ class Task:
 
     Args:
         build: the model with its first weights, from PyTorch's global generator.
-        batches: an endless stream of one worker's batches, by seed, rank and batch size.
+        batches: an endless stream of one worker's batches, by seed and rank.
         measure: a number of the trained model; higher is better for an accuracy, lower for a loss.
         rates: learning rates of optimizers where they differ from `OPTIMIZERS`, chosen on dense runs.
     """
@@ -85,12 +82,6 @@ class Task:
 # ---- digits ----
 
 
-@cache
-def digits() -> tuple[Batch, Batch]:
-    train, test = Digits().splits()
-    return tuple(train), tuple(test)  # type: ignore[return-value]
-
-
 def digit_batches(seed: int, rank: int) -> Iterator[Batch]:
     """Batches of 16 from this worker's share, in a new order each epoch."""
     images, labels = digits()[0]
@@ -98,14 +89,7 @@ def digit_batches(seed: int, rank: int) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(1000 * seed + rank)
     while True:
         for chosen in share[torch.randperm(len(share), generator=generator)].split(16)[:-1]:
-            yield images[chosen], labels[chosen]
-
-
-@torch.no_grad()
-def digit_accuracy(model: nn.Module) -> float:
-    """Share of the test images that are recognised, in per cent."""
-    images, labels = digits()[1]
-    return 100 * (model.eval()(images).argmax(1) == labels).double().mean().item()
+            yield (images[chosen],), labels[chosen]
 
 
 def mlp() -> nn.Module:
@@ -154,15 +138,14 @@ def text_batches(seed: int, rank: int) -> Iterator[Batch]:
     while True:
         places = torch.randint(len(mine) - CONTEXT - 1, (4,), generator=generator)
         windows = torch.stack([mine[i : i + CONTEXT + 1] for i in places.tolist()])
-        yield windows[:, :-1], windows[:, 1:]
+        yield (windows[:, :-1],), windows[:, 1:]
 
 
 @torch.no_grad()
 def text_loss(model: nn.Module) -> float:
     """Mean cross-entropy of the test text, in nats a byte."""
     windows = text()[1].unfold(0, CONTEXT + 1, CONTEXT)[::4]
-    scores, _ = apply(model, (windows[:, :-1],))  # nothing in these models drops out
-    return cross_entropy(scores.flatten(0, 1), windows[:, 1:].flatten()).item()
+    return loss_of(model, (windows[:, :-1],), windows[:, 1:]).item()  # nothing in these models drops out
 
 
 GPT_SIZE = GPT(layers=2, width=64, heads=4, context=CONTEXT, dropout=0.0)
@@ -194,7 +177,7 @@ def base() -> nn.Module:
             [header[i : i + CONTEXT + 1] for i in torch.randint(len(header) - CONTEXT - 1, (16,)).tolist()]
         )
         optimizer.zero_grad()
-        loss_of(model, windows[:, :-1], windows[:, 1:]).backward()
+        loss_of(model, (windows[:, :-1],), windows[:, 1:]).backward()
         optimizer.step()
     return model
 
@@ -232,33 +215,23 @@ def strategy_of(label: str, optimizer: str) -> str:
 def run(options: argparse.Namespace) -> None:
     """Train every combination that the results lack."""
     torch.set_num_threads(1)
-    for seed in options.seeds:
-        for steps in options.steps:
-            for name in options.tasks:
-                for optimizer in options.optimizers:
-                    for label in options.lines:
-                        key = {"task": name, "optimizer": optimizer, "steps": steps, "seed": seed}
-                        key["strategy"] = strategy_of(label, optimizer)
-                        if not any(key.items() <= row.items() for row in read(options.results)):
-                            append(
-                                options.results, key | measured(TASKS[name], optimizer, steps, key["strategy"], seed)
-                            )
+    for seed, steps, name, optimizer, label in itertools.product(
+        options.seeds, options.steps, options.tasks, options.optimizers, options.lines
+    ):
+        strategy = strategy_of(label, optimizer)
+        key = {"task": name, "optimizer": optimizer, "steps": steps, "seed": seed, "strategy": strategy}
+        once(options.results, key, partial(measured, TASKS[name], optimizer, steps, strategy, seed))
 
 
 def measured(task: Task, optimizer: str, steps: int, strategy: str, seed: int) -> dict[str, float]:
     """One run: its measure and the bytes that a worker sent."""
-    began = time.monotonic()
     torch.manual_seed(seed)
     initial = task.build()
     settings = OPTIMIZERS[optimizer]
     settings = replace(settings, learning_rate=task.rates.get(optimizer, settings.learning_rate))
     world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
     value, ledger = world.run(train, task, settings, steps, strategy, seed, initial)[0]
-    return {
-        "value": round(value, 4),
-        "bytes_sent": ledger.bytes_sent,
-        "seconds": round(time.monotonic() - began, 1),
-    }
+    return {"value": round(value, 4), "bytes_sent": ledger.bytes_sent}
 
 
 def train(
@@ -271,28 +244,9 @@ def train(
     initial: nn.Module,
 ) -> tuple[float, tw.comm.Ledger]:
     """One worker of one run from the `initial` weights."""
-    model = copy.deepcopy(initial)
-    optimizer = settings.build(model)
-    handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
-    batches = task.batches(seed, comm.rank)
-    model.train()
-    for step in range(steps):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, steps))
-        inputs, labels = next(batches)
-        optimizer.zero_grad()
-        loss_of(model, inputs, labels).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-    if isinstance(handle, tw.strategy.LocalUpdates):
-        handle.synchronize()
-    handle.detach()
-    return task.measure(model), handle.ledger
-
-
-def loss_of(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
-    """Mean cross-entropy, in nats an image or a byte."""
-    scores, _ = apply(model, (inputs,))
-    return cross_entropy(scores.reshape(-1, scores.shape[-1]), labels.flatten())
+    batches = list(itertools.islice(task.batches(seed, comm.rank), steps))
+    model, ledger = trained(comm, initial, settings, strategy, seed, batches, clip_norm=1.0)
+    return task.measure(model), ledger
 
 
 # ---- tables ----
@@ -305,13 +259,12 @@ def table(options: argparse.Namespace) -> None:
     parts["Muon"] = (LENGTHS[-1], ["Muon"], list(MUON_LINES))
     for part, (steps, optimizers, labels) in parts.items():
         lines = lines_of([row for row in rows if row["steps"] == steps], optimizers, labels)
-        print("\n".join(lines), end="\n\n")
-        replace_part(options.page, part, lines)
+        publish(options.page, part, lines)
 
 
 def lines_of(rows: list[dict[str, Any]], optimizers: list[str], labels: list[str]) -> list[str]:
     """Markdown: how far each line is from dense, the first of them, and how many times fewer bytes it sent."""
-    lines = ["| task | optimizer | " + " | ".join(labels) + " |", "|---|---|" + "---|" * len(labels)]
+    lines = table_head(["task", "optimizer", *labels])
     for name, task in TASKS.items():
         for optimizer in optimizers:
             ours = [r for r in rows if (r["task"], r["optimizer"]) == (name, optimizer)]
@@ -320,15 +273,14 @@ def lines_of(rows: list[dict[str, Any]], optimizers: list[str], labels: list[str
             )
             if dense:
                 cells = [dense_cell(task, list(dense.values())), *(cell(task, runs, dense) for runs in others)]
-                lines.append(f"| {name} | {optimizer} | " + " | ".join(cells) + " |")
+                lines.append(table_row([name, optimizer, *cells]))
     return lines
 
 
 def dense_cell(task: Task, runs: list[dict[str, Any]]) -> str:
     """The measure of dense training, with its standard deviation over seeds."""
     values = [row["value"] for row in runs]
-    spread = f" ± {stdev(values):.2g}" if len(values) > 1 else ""
-    return f"{mean(values):.3f}{spread} nats" if task.is_loss else f"{mean(values):.1f}{spread} %"
+    return f"{spread(values, '.3f', '.2g')} nats" if task.is_loss else f"{spread(values, '.1f', '.2g')} %"
 
 
 def cell(task: Task, runs: dict[int, dict[str, Any]], dense: dict[int, dict[str, Any]]) -> str:

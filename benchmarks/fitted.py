@@ -21,27 +21,27 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
-from statistics import mean, median, quantiles, stdev
+from statistics import mean, median, quantiles
 from typing import Any
 
 import torch
 from netlab import Lab
-from studies import append, read, replace_part
+from studies import append, loss_of, once, read
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.codec.adaptive.base import LineMeasurement
 from thinwire.codec.compose.per_layer import PerLayer
 from thinwire.lab.train.data import Digits, PlainText
-from thinwire.lab.train.data.base import IGNORE
-from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageModel, apply
+from thinwire.lab.train.models import GPT, CIFARResNet, DigitsNet, LSTMLanguageModel
 
 WORKERS, SEEDS = 4, (0, 1, 2)
 PHASES = (5, 60, 150)
-PAGE = Path(__file__).parent.parent / "docs" / "fitted.md"
+PAGE = DOCS / "fitted.md"
 RESULTS = Path("runs/fitted/results.jsonl")
 
 Batches = Callable[[int, int], tuple[Tensor, Tensor]]  # of a worker and a step
@@ -139,6 +139,7 @@ def loaded(task: Task, folder: Path) -> Any:
 
 def batches_of(task: Task, data: Any, seed: int) -> Callable[[int, int], tuple[tuple[Tensor, ...], Tensor]]:
     """Inputs and labels of a worker and a step: a permutation of the examples, dealt out in turn, from the start at its end."""
+    # All workers make the same permutation, and take turns in it.
     order = torch.randperm(data.num_examples, generator=torch.Generator().manual_seed(seed))
 
     def batch(rank: int, step: int) -> tuple[tuple[Tensor, ...], Tensor]:
@@ -148,12 +149,6 @@ def batches_of(task: Task, data: Any, seed: int) -> Callable[[int, int], tuple[t
         return made.inputs, made.labels
 
     return batch
-
-
-def loss_of(model: nn.Module, inputs: tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Mean cross-entropy."""
-    scores, _ = apply(model, inputs)
-    return cross_entropy(scores.flatten(0, -2), labels.flatten(), ignore_index=IGNORE)
 
 
 @torch.no_grad()
@@ -196,6 +191,7 @@ def trained(comm: Any, task: Task, strategy: str, seed: int, data: Any, initial:
     found: dict[str, float] = {"bytes_sent": handle.ledger.bytes_sent}
     if comm.rank == 0:  # replicas are equal, and testing takes as long as many steps
         found["quality"] = tested(task, model, data)
+    # Other codecs than `Fitted` have no such diagnostics.
     found |= {name: value for name, value in handle.diagnostics().items() if name in ("bits", "error")}
     handle.detach()
     return found
@@ -212,25 +208,23 @@ def train(options: argparse.Namespace) -> None:
                 if budget not in (*options.budgets, "dense"):
                     continue
                 key = {"task": label, "budget": budget, "kind": kind, "codec": codec, "seed": seed}
-                if any(key.items() <= row.items() for row in read(options.results)):
-                    continue
-                began = time.monotonic()
-                torch.manual_seed(seed)
-                initial = task.build(data.num_classes)
                 memory = "" if kind == "dense" else ", ErrorFeedback(), exchange='all_gather'"
                 strategy = f"Gradients(Mean({codec}{memory}))"
-                world = tw.LocalWorld(WORKERS, timeout_seconds=3600)
-                row = key | world.run(trained, task, strategy, seed, data, initial)[0]
-                append(options.results, row | {"seconds": round(time.monotonic() - began)})
+                once(options.results, key, partial(run, task, strategy, seed, data))
+
+
+def run(task: Task, strategy: str, seed: int, data: Any) -> dict[str, float]:
+    """What rank 0 found in one run."""
+    torch.manual_seed(seed)
+    initial = task.build(data.num_classes)
+    return tw.LocalWorld(WORKERS, timeout_seconds=3600).run(trained, task, strategy, seed, data, initial)[0]
 
 
 def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
     rows = read(options.results)
-    lines = [
-        "| task | named codec | dense | named | best single | fitted | gap closed | MB: named | best single | fitted | seeds |",
-        "|" + "---|" * 11,
-    ]
+    names = "task, named codec, dense, named, best single, fitted, gap closed, MB: named, best single, fitted, seeds"
+    lines = table_head(names.split(", "))
     for label in TASKS:
         of_task = [row for row in rows if row["task"] == label]
         dense = {row["seed"]: row["quality"] for row in of_task if row["kind"] == "dense"}
@@ -245,28 +239,18 @@ def table(options: argparse.Namespace) -> None:
             single = best(others, key=lambda runs: mean(r["quality"] for r in runs))
             named, codec = others[0], SINGLE[budget]
             shown = " / ".join(gap_closed(fitted, runs, dense) for runs in (named, single))
-            cells = [label, f"{budget}: `{codec}`", spread(dense.values())]
-            cells += [
-                spread(r["quality"] for r in named),
-                f"{spread(r['quality'] for r in single)}: `{single[0]['codec']}`",
-            ]
-            cells += [spread(r["quality"] for r in fitted), shown]
-            cells += [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
-            lines.append(f"| {' | '.join([*cells, str(len(fitted))])} |")
-    print("\n".join(lines))
-    replace_part(PAGE, "quality", lines)
+            qualities = [spread(r["quality"] for r in runs) for runs in (named, single, fitted)]
+            qualities[1] += f": `{single[0]['codec']}`"
+            megabytes = [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
+            cells = [label, f"{budget}: `{codec}`", spread(dense.values()), *qualities, shown, *megabytes]
+            lines.append(table_row([*cells, len(fitted)]))
+    publish(PAGE, "quality", lines)
 
 
 def gap_closed(fitted: list[dict[str, Any]], single: list[dict[str, Any]], dense: dict[int, float]) -> str:
     """How much of the distance to dense is gone, where it is more than 2 %."""
     gap, left = (mean(r["quality"] - dense[r["seed"]] for r in runs) for runs in (single, fitted))
     return f"{1 - left / gap:.0%}" if abs(gap) > 0.02 * mean(dense.values()) else "-"
-
-
-def spread(values: Any) -> str:
-    """Mean and standard deviation."""
-    found = list(values)
-    return f"{mean(found):.2f}" + (f" ± {stdev(found):.2f}" if len(found) > 1 else "")
 
 
 # ---- errors at equal bytes ----
@@ -317,7 +301,7 @@ def errors(options: argparse.Namespace) -> None:
     """The table: the error of a choice on the gradients of the *next* step, over that of the single codec there."""
     torch.set_num_threads(1)
     columns = {budget: codec for budget, codec in SINGLE.items() if budget != "1 bit"}
-    lines = [f"| task | step | {' | '.join(columns)} |", "|---|---|" + "---|" * len(columns)]
+    lines = table_head(["task", "step", *columns])
     for label in options.tasks:
         task = TASKS[label]
         data = loaded(task, options.data)
@@ -333,9 +317,9 @@ def errors(options: argparse.Namespace) -> None:
                     chosen = fit(tw.Fitted(single, weighting=weighting), now)
                     shares.append(lost(chosen, after, weighting) / lost(single, after, weighting))
                 cells.append(" / ".join(f"{share:.2g}" for share in shares))
-            lines.append(f"| {label} | {step} | {' | '.join(cells)} |")
+            lines.append(table_row([label, step, *cells]))
             print(lines[-1], flush=True)
-    replace_part(PAGE, "errors", lines)
+    publish(PAGE, "errors", lines)
 
 
 # ---- cost ----

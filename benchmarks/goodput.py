@@ -236,6 +236,7 @@ class _Workers:
         doomed = [2, 1, 0][: options.workers - 2]
         if not options.kill_seconds or method == "alone":
             doomed = []
+        # Without elastic rounds a killed worker stays away, so each is killed once.
         self.doomed = doomed if method == "asynchronous" else doomed * 100
         self.num_kills = 0
 

@@ -32,10 +32,11 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from math import inf, isfinite
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 from typing import IO, Any
 
 import torch
+from tables import publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -141,11 +142,13 @@ class Text:
         for folder in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
             for path in folder.rglob("*.py"):
                 name = path.relative_to(folder)  # paths before it differ between machines
+                # Installed packages differ between machines.
                 if "site-packages" not in name.parts:
                     paths[folder.name, str(name)] = path
         chosen = sorted(paths)[:: max(1, len(paths) // max_files) if max_files else 1]
         parts: tuple[list[bytes], list[bytes]] = ([], [])
         for key in chosen:
+            # By a checksum of the file's name, every machine holds out the same files.
             parts[zlib.crc32(paths[key].name.encode()) % 20 == 0].append(paths[key].read_bytes())
         learn, test = (torch.frombuffer(bytearray(b"".join(part)), dtype=torch.uint8) for part in parts)
         return cls(learn.to(device), test.to(device))
@@ -190,6 +193,7 @@ def train(run: Run, text: Text, options: argparse.Namespace, end: float) -> bool
         header = asdict(run) | settings(run, initial, text, options)
         state_path = Path(file.name).with_suffix(".state")
         rows, workers = saved_state(state_path, header)
+        # Rows behind the last saved state are computed again.
         rewrite(file, [header, *rows])
         saved_at = time.monotonic()
         while (step := rows[-1]["step"] if rows else 0) < run.steps and time.monotonic() < end:
@@ -254,6 +258,7 @@ def train_worker(
             rate = run.learning_rate(step)
             for group in optimizer.param_groups:
                 group["lr"] = rate
+            # Batches depend on seed, step and rank alone, so a continued run reads the same ones.
             generator.manual_seed((run.seed * 10**7 + step) * 1000 + comm.rank)
             starts = torch.randint(len(text.learn) - options.context, (options.batch,), generator=generator)
             optimizer.zero_grad()
@@ -437,17 +442,15 @@ def finished(options: argparse.Namespace) -> dict[str, dict[int, list[dict[str, 
 def table(options: argparse.Namespace) -> list[str]:
     """A row for each method, and what all runs took."""
     found = finished(options)
-    lines = [
-        f"| method | learning rate | loss by learning rate, {options.steps // SEARCH_SHARE} steps, seed 0 "
-        "| loss, nats per byte | over DDP | bytes per parameter and step | fewer than DDP | core-minutes a run |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    names = f"method|learning rate|loss by learning rate, {options.steps // SEARCH_SHARE} steps, seed 0"
+    names += "|loss, nats per byte|over DDP|bytes per parameter and step|fewer than DDP|core-minutes a run"
+    lines = table_head(names.split("|"))
     for method in options.only:
         tried = {run.rate: rows[-1]["loss"] for run in searches(method, options) if (rows := rows_of(run, options))}
         grid = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in sorted(tried.items()))
         rate = chosen_rate(method, options)
         cells = [method, "" if rate is None else f"{rate:g}", grid, *measured(found, method, options)]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_row(cells))
     return [*lines, "", taken(options)]
 
 
@@ -457,14 +460,12 @@ def measured(found: dict[str, dict[int, list[dict[str, Any]]]], method: str, opt
         return ["not run yet", "", "", "", ""]
     last = {seed: rows[-1] for seed, rows in found[method].items()}
     dense = {seed: rows[-1] for seed, rows in found.get("DDP", {}).items()}
-    losses = [row["loss"] for row in last.values()]
-    spread = f" ± {stdev(losses):.3f}" if len(losses) > 1 else ""
     both = last.keys() & dense.keys()
     over = mean(last[seed]["loss"] for seed in both) / mean(dense[seed]["loss"] for seed in both) - 1 if both else None
     sent = mean(row["bytes_sent"] for row in last.values())
     fewer = mean(row["bytes_sent"] for row in dense.values()) / sent if dense and sent else None
     return [
-        f"{mean(losses):.3f}{spread} ({len(losses)})",
+        f"{spread((row['loss'] for row in last.values()), '.3f')} ({len(last)})",
         "" if over is None else f"{over:+.1%}",
         f"{sent / num_parameters(options) / options.steps:.4g}",
         "" if fewer is None else f"{fewer:,.0f}" if fewer >= 100 else f"{fewer:.3g}",
@@ -556,14 +557,13 @@ def study(options: argparse.Namespace) -> None:
     if not options.table:
         train_all(options)
     lines = table(options)
-    print("\n".join(lines))
-    if options.docs is not None:
-        from studies import replace_part
-
-        if finished(options):
-            draw(options, options.docs / "internet.svg")
-            lines += ["", "![Held-out loss along the steps, and against the bytes that a worker sent](internet.svg)"]
-        replace_part(options.docs / "internet.md", "comparison", lines)
+    if options.docs is None:
+        print("\n".join(lines))
+        return
+    if finished(options):
+        draw(options, options.docs / "internet.svg")
+        lines += ["", "![Held-out loss along the steps, and against the bytes that a worker sent](internet.svg)"]
+    publish(options.docs / "internet.md", "comparison", lines)
 
 
 if __name__ == "__main__":

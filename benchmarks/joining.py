@@ -30,12 +30,12 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
-from chaos_worker import enter
+from chaos_worker import enter, serve, started
 from netlab import INTERFACE, Lab
 from torch import nn
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm import ElasticCommunicator
 from thinwire.comm.elastic.snapshot import Manifest
 from thinwire.comm.elastic.state_bytes import packed
 
@@ -59,15 +59,6 @@ def main() -> None:
 
 
 # ---- the workers ----
-
-
-def serve(pipe: Connection, host: str, namespace: str) -> None:
-    """The Lighthouse."""
-    enter(namespace)
-    os.environ["MASTER_ADDR"] = host
-    lighthouse = Lighthouse(2, host)
-    pipe.send(lighthouse.address)
-    pipe.recv()
 
 
 def worker(pipe: Connection, address: str, number: int, namespace: str, options: argparse.Namespace) -> None:
@@ -103,6 +94,7 @@ def worker(pipe: Connection, address: str, number: int, namespace: str, options:
         if options.case == "gradients":
             (model.weight * gradient).sum().backward()
         else:
+            # Gradients that are there already keep the computation out of the measurement.
             model.weight.grad = gradient
         before, began = comm.counts.committed, time.monotonic()
         pipe.send(("update", began, steps))
@@ -184,19 +176,14 @@ def measure(options: argparse.Namespace, lab: Lab) -> dict[int, list[tuple[str, 
     """What the workers told, until the joiner has committed some rounds."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["chaos_worker", "netlab"])
-    parent, child = context.Pipe()
-    host = lab.address(WORKERS + 1)
-    processes = [context.Process(target=serve, args=(child, host, lab.namespaces[WORKERS + 1]), daemon=True)]
-    processes[0].start()
-    address, pipes = parent.recv(), {}
+    lighthouse, pipe = started(context, serve, lab.namespaces[WORKERS + 1], lab.address(WORKERS + 1), {})
+    processes, pipes, address = [lighthouse], {}, pipe.recv()
     events: dict[int, list[tuple[str, float, Any]]] = {number: [] for number in range(WORKERS + 1)}
     mend_at = float("inf")
 
     def start(number: int) -> None:
-        pipes[number], theirs = context.Pipe()
-        arguments = (theirs, address, number, lab.namespaces[number], options)
-        processes.append(context.Process(target=worker, args=arguments, daemon=True))
-        processes[-1].start()
+        process, pipes[number] = started(context, worker, address, number, lab.namespaces[number], options)
+        processes.append(process)
 
     def rounds(number: int) -> int:
         return sum(what == "round" for what, *_ in events[number])

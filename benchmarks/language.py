@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from studies import finished
+from tables import table_head, table_row
 
 from thinwire.lab.recipes import recipes
 from thinwire.lab.report import Run
@@ -41,15 +42,12 @@ def main() -> None:
 
 def table(metric: str, key: str, runs: list[Run]) -> list[str]:
     """Markdown; gigabytes sent by a worker in the whole run."""
-    lines = [
-        f"| recipe | {metric} | of the mean model | loss | GB sent by a worker | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    lines = table_head(["recipe", metric, "of the mean model", "loss", "GB sent by a worker", "seconds"])
     for run in runs:
         final, gigabytes = run.summary["final"], run.summary["bytes_sent_per_worker"] / 1e9
         mean = final.get(f"mean_model_{key}", final[key])
         cells = (f"{final[key]:.1f}", f"{mean:.1f}", f"{final['test_loss']:.2f}", f"{gigabytes:.2f}")
-        lines.append(f"| `{run.label}` | {' | '.join(cells)} | {run.summary['seconds']:.0f} |")
+        lines.append(table_row([f"`{run.label}`", *cells, f"{run.summary['seconds']:.0f}"]))
     return lines
 
 

@@ -13,19 +13,20 @@ import os
 import socket
 import struct
 import sys
-import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
-from netlab import Lab, LabError
+from netlab import Lab
 
 PACKET = 1472  # bytes of a datagram that fills a packet of 1,500 bytes
 HEADERS = 28
 SO_RCVBUFFORCE = 33  # Linux; beyond the limit for ordinary users
 CATCH_UP_SECONDS = 0.04  # after a pause of the scheduler, a sender makes up for no more than this
 PINGS, PING_SECONDS = 60, 0.02
+Result = TypeVar("Result")
 LAST = 0xFFFFFFFF  # the number of a datagram that ends a stream
 
 
@@ -33,12 +34,8 @@ def check(lab: Lab, seconds: float) -> set[str]:
     """Measure each value for some seconds, print a table, and return the names of the values that are not as asked."""
     here, there = lab.lines[0], lab.lines[1]
     one_site = lab.sites[0] == lab.sites[1]
-    file = Path(f"/tmp/line-check-{os.getpid()}.json")
     rates = {"0 to 1": min(here.up, there.down), "1 to 0": min(there.up, here.down)}
-    if code := lab.run([sys.executable, __file__, str(file), json.dumps(rates), str(seconds)]):
-        raise LabError(f"the measurement ended with exit code {code}")
-    measured = json.loads(file.read_text())
-    file.unlink()
+    measured = lab.ask([sys.executable, __file__, json.dumps(rates), str(seconds)])
 
     def between(name: str) -> float:
         return 0.0 if one_site else (getattr(here, name) + getattr(there, name)) / 2
@@ -65,7 +62,7 @@ def check(lab: Lab, seconds: float) -> set[str]:
     return {name for name, *_, fits in rows if not fits}
 
 
-def work(file: Path, rates: dict[str, float], seconds: float) -> None:
+def work(rates: dict[str, float], seconds: float, file: Path) -> None:
     """One host. Host 1 connects, sends first, and drives; both go through the same phases."""
     rank, address = int(os.environ["RANK"]), (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     if rank > 1:
@@ -142,6 +139,7 @@ def ping(datagrams: socket.socket) -> float:
         except TimeoutError:
             pass
         time.sleep(PING_SECONDS)
+    # Any of these may be lost.
     for _ in range(5):
         datagrams.send(b"end")
     datagrams.settimeout(None)
@@ -161,6 +159,7 @@ def send(datagrams: socket.socket, rate: float, seconds: float) -> int:
             number, due = number + 1, due + interval
         time.sleep(min(0.0005, interval))
     time.sleep(0.1)  # the queue drains
+    # Any of these may be lost.
     for _ in range(8):
         datagrams.send(struct.pack("!I", LAST))
         time.sleep(0.01)
@@ -202,40 +201,34 @@ def fill(address: tuple[str, int], connections: int, seconds: float) -> None:
                 connection.send(data)
         connection.close()
 
-    opened = []
-    for _ in range(connections):
-        opened.append(connect(address))
-        opened[-1].recv(1)
+    opened = [connect(address) for _ in range(connections)]
+    for connection in opened:
+        connection.recv(1)
     at_once(send_for, opened)
 
 
 def drain(server: socket.socket, connections: int, seconds: float) -> float:
     """Bits per second that came over some connections within some seconds."""
-    received = []
 
-    def drain_one(connection: socket.socket) -> None:
+    def drain_one(connection: socket.socket) -> int:
         buffer, count, end = bytearray(1 << 18), 0, time.monotonic() + seconds
         connection.settimeout(0.1)
         while time.monotonic() < end:
             with contextlib.suppress(TimeoutError, ConnectionError):
                 count += connection.recv_into(buffer)
-        received.append(count)
         connection.close()
+        return count
 
-    accepted = []
-    for _ in range(connections):
-        accepted.append(server.accept()[0])
-        accepted[-1].send(b"!")  # the other host waits for it, or it could end before it is accepted
-    at_once(drain_one, accepted)
-    return 8 * sum(received) / seconds
+    accepted = [server.accept()[0] for _ in range(connections)]
+    for connection in accepted:
+        connection.send(b"!")  # the other host waits for it, or it could end before it is accepted
+    return 8 * sum(at_once(drain_one, accepted)) / seconds
 
 
-def at_once(function: Callable[[socket.socket], None], connections: list[socket.socket]) -> None:
-    threads = [threading.Thread(target=function, args=(connection,)) for connection in connections]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+def at_once(function: Callable[[socket.socket], Result], connections: list[socket.socket]) -> list[Result]:
+    """Call the function with all connections, each in a thread of its own."""
+    with ThreadPoolExecutor(len(connections)) as pool:
+        return list(pool.map(function, connections))
 
 
 def connect(address: tuple[str, int]) -> socket.socket:
@@ -248,4 +241,4 @@ def connect(address: tuple[str, int]) -> socket.socket:
 
 
 if __name__ == "__main__":
-    work(Path(sys.argv[1]), json.loads(sys.argv[2]), float(sys.argv[3]))
+    work(json.loads(sys.argv[1]), float(sys.argv[2]), Path(sys.argv[3]))

@@ -179,6 +179,7 @@ class Forwarder:
 
 def program() -> Path:
     """The compiled forwarder; compiles it if there is none for this source."""
+    # The name changes with the source, so an old program is never taken.
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:16]
     file = Path(__file__).parents[1] / "build" / f"forwarder-{digest}"
     if not file.exists():
@@ -190,5 +191,6 @@ def program() -> Path:
         done = subprocess.run([compiler, "-O2", "-std=c++17", "-o", made, SOURCE], capture_output=True, text=True)
         if done.returncode:
             raise LabError(f"{SOURCE.name} does not compile: {done.stderr.strip().splitlines()[0]}")
+        # Whole or not at all: two labs may compile at once.
         made.rename(file)
     return file

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -31,25 +30,20 @@ REPETITIONS, MOST_SECONDS = 9, 20.0
 
 def rows_of(line: str, congestion: str, transport: str, megabytes: float, warm: float) -> dict[str, list[float]]:
     """Seconds and processor seconds by operation, of a run of its own."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, line, congestion=congestion) as lab:
-        file = Path(folder, "row.json")
-        command = [sys.executable, __file__, "--worker", transport, str(megabytes), str(warm), str(file)]
-        if code := lab.run(command, {"OMP_NUM_THREADS": "1"}):
-            sys.exit(code)
-        return json.loads(file.read_text())
+    with Lab(2, line, congestion=congestion) as lab:
+        return lab.ask([sys.executable, __file__, "--worker", transport, str(megabytes), str(warm)])
 
 
 def work(transport: str, megabytes: str, warm: str, file: str) -> None:
     """One host."""
     import torch
-    import torch.distributed as dist
 
-    from thinwire.comm.transport import connect
+    from thinwire.lab.bench.step import joined
 
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    with connect(transport) as comm:  # type: ignore[arg-type]
+    with joined(transport=transport) as comm:  # type: ignore[arg-type]
         peer, x = 1 - comm.rank, torch.zeros(round(1e6 * float(megabytes)) // 4)
+        # Small messages would not open the connections of large ones.
         warming = torch.zeros((WARM_LARGE_BYTES if 4 * x.numel() > WARM_BYTES else WARM_BYTES) // 4)
         received = torch.zeros_like(x)
         operations = {
@@ -69,13 +63,9 @@ def work(transport: str, megabytes: str, warm: str, file: str) -> None:
                 begin = time.perf_counter()
                 operations[name]().wait()
                 times.append(time.perf_counter() - begin)
-            result[name] = max(
-                comm.gather_objects([median(times), (time.process_time() - processor) / len(times)]),
-            )
-    if comm.rank == 0:
-        Path(file).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+            result[name] = max(comm.gather_objects([median(times), (time.process_time() - processor) / len(times)]))
+        if comm.rank == 0:
+            Path(file).write_text(json.dumps(result))
 
 
 def main() -> None:

@@ -21,6 +21,7 @@ QUEUED_BATCHES = 8
 
 def images_per_second(batches: Iterator[Batch]) -> float:
     """Over about two seconds, after the batches that may have been made ahead of time."""
+    # What loaders have queued would come without a wait.
     for _ in range(QUEUED_BATCHES):
         next(batches)
     began, num_images = time.perf_counter(), 0

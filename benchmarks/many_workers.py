@@ -10,21 +10,19 @@ into docs/benchmarks.md, between two markers.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
-from copy import deepcopy
+from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from studies import replace_part
+from studies import digit_accuracy, digit_batches, digits, trained
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
-from thinwire.lab.recipes.digits import digits
-from thinwire.lab.train.data import Digits, num_batches, shard
+from thinwire.lab.recipes.digits import digits as digits_recipe
 from thinwire.lab.train.models import DigitsNet
-from thinwire.lab.train.optimize import set_learning_rate
 
 NUMEL, RATIO = 1_000_000, 0.01
 SIZES = (2, 4, 8, 16, 32, 64)
@@ -38,10 +36,7 @@ WORKERS, SEEDS, BATCH_SIZE, EPOCHS = 8, (0, 1, 2), 16, 30
 
 def study_bytes() -> list[str]:
     """Mean and largest of the workers, in payloads of the codec."""
-    rows = [
-        "| codec | gradients | " + " | ".join(f"W = {size}" for size in SIZES) + " |",
-        "|---|---|" + "---|" * len(SIZES),
-    ]
+    rows = table_head(["codec", "gradients", *(f"W = {size}" for size in SIZES)])
     for label, codec in CODECS.items():
         for kind, gradient in {"random": random_gradient, "real": real_gradients()}.items():
             cells = []
@@ -51,7 +46,7 @@ def study_bytes() -> list[str]:
                 ]
                 cells.append(f"{mean(sent):.2f} ({max(sent):.2f})")
                 print(label, kind, size, cells[-1], flush=True)
-            rows.append(f"| `{codec}` | {kind} | " + " | ".join(cells) + " |")
+            rows.append(table_row([f"`{codec}`", kind, *cells]))
     return rows
 
 
@@ -60,6 +55,7 @@ def bytes_of_a_step(comm: tw.comm.Communicator, codec: tw.codec.Codec, gradient:
     x = gradient(comm.rank).clone()
     averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce", min_ndim=0)
     state = averager.init([("x", x)], comm)
+    # `init` has sent fingerprints, which are no part of a round.
     before = comm.ledger.snapshot()
     averager.step(state, [("x", x)], comm).wait()
     return comm.ledger.since(before).bytes_sent
@@ -72,7 +68,7 @@ def random_gradient(rank: int) -> Tensor:
 
 def real_gradients() -> Callable[[int], Tensor]:
     """The gradients of a network for the digits, `NUMEL` elements of it, each worker from 16 images of its own."""
-    images, labels = Digits().splits()[0]
+    images, labels = digits()[0]
     torch.manual_seed(0)
     model = DigitsNet(width=106).build()
     gradients = []
@@ -89,21 +85,17 @@ def real_gradients() -> Callable[[int], Tensor]:
 
 def study_accuracy() -> list[str]:
     """Test accuracy of each codec with each exchange, and what a worker sends."""
-    rows = [
-        "| codec, with `ErrorFeedback()` | exchange | test accuracy | MB sent by a worker |",
-        "|---|---|---|---|",
-    ]
-    for codec in [tw.TopK(RATIO)]:
-        for exchange in EXCHANGES:
-            averager = tw.Mean(codec, tw.ErrorFeedback(), exchange=exchange)
-            results = []
-            for seed in SEEDS:
-                results.append(train(averager, seed))
-                print(averager, seed, results[-1], flush=True)
-            percents, sent = zip(*results, strict=True)
-            rows.append(
-                f"| `{codec}` | `{exchange}` | {mean(percents):.1f} ± {stdev(percents):.1f} % | {mean(sent) / 1e6:.2f} |"
-            )
+    rows = table_head(["codec, with `ErrorFeedback()`", "exchange", "test accuracy", "MB sent by a worker"])
+    codec = tw.TopK(RATIO)
+    for exchange in EXCHANGES:
+        averager = tw.Mean(codec, tw.ErrorFeedback(), exchange=exchange)
+        results = []
+        for seed in SEEDS:
+            results.append(train(averager, seed))
+            print(averager, seed, results[-1], flush=True)
+        percents, sent = zip(*results, strict=True)
+        accuracy = f"{spread(percents, '.1f')} %"
+        rows.append(table_row([f"`{codec}`", f"`{exchange}`", accuracy, f"{mean(sent) / 1e6:.2f}"]))
     return rows
 
 
@@ -119,43 +111,20 @@ def train_worker(
     comm: tw.comm.Communicator, model: nn.Module, averager: tw.average.Averager, seed: int
 ) -> tuple[float, int]:
     """One worker's share of the digits recipe."""
-    model, settings, (_, test) = deepcopy(model), digits().optimizer, Digits().splits()
-    optimizer = settings.build(model)
-    handle = tw.compress_gradients(model, averager, comm=comm, seed=seed)
-    steps = list(batches(comm, seed))
-    for step, (images, labels) in enumerate(steps):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, len(steps)))
-        optimizer.zero_grad()
-        cross_entropy(model(images), labels).backward()
-        optimizer.step()
-    handle.detach()
-    with torch.no_grad():
-        accuracy = (model(test.inputs).argmax(1) == test.labels).double().mean().item()
-    return 100 * accuracy, comm.ledger.bytes_sent
-
-
-def batches(comm: tw.comm.Communicator, seed: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """The images and labels of each step of this worker."""
-    images, labels = Digits().splits()[0]
-    per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
-    for epoch in range(EPOCHS):
-        share = shard(len(labels), comm.rank, comm.size, seed, epoch)
-        for batch in share[: per_epoch * BATCH_SIZE].split(BATCH_SIZE):
-            yield images[batch], labels[batch]
+    batches = list(digit_batches(comm.rank, comm.size, seed, EPOCHS, BATCH_SIZE))
+    model, ledger = trained(comm, model, digits_recipe().optimizer, tw.Gradients(averager), seed, batches)
+    return digit_accuracy(model), ledger.bytes_sent
 
 
 def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["bytes", "accuracy"])
-    parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of benchmarks.md"
-    )
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of benchmarks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = {"bytes": study_bytes, "accuracy": study_accuracy}[options.study]()
-    print("\n".join(rows))
-    replace_part(options.docs / "benchmarks.md", f"many workers, {options.study}", rows)
+    publish(options.docs / "benchmarks.md", f"many workers, {options.study}", rows)
 
 
 if __name__ == "__main__":

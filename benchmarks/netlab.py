@@ -31,17 +31,20 @@ import argparse
 import contextlib
 import ctypes
 import itertools
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from lines import LINES, QUEUE_SECONDS, Forwarder, LabError, Line, parse_line
 
@@ -132,11 +135,24 @@ class Lab:
         processes = []
         try:
             for rank in range(self.hosts):
+                # One after the other, so that those that run are stopped if the next one cannot start.
                 processes.append(self._start(rank, command, env or {}))
             return _first_failure(processes)
         finally:
             with _signals_held():
                 _stop(processes)
+
+    def ask(self, command: list[str], **env: str) -> Any:
+        """Runs `command` on every host with a file's name behind it; returns the JSON that one of them writes there.
+
+        Raises:
+            LabError: a host failed.
+        """
+        with tempfile.TemporaryDirectory() as folder:
+            file = Path(folder, "answer.json")
+            if code := self.run([*command, str(file)], {"OMP_NUM_THREADS": "1", **env}):
+                raise LabError(f"a host failed with exit code {code}")
+            return json.loads(file.read_text())
 
     def address(self, host: int) -> str:
         """IPv4 address at which others see a host."""
@@ -219,6 +235,7 @@ class Lab:
         env = {**os.environ, **self._rank_env(rank), **env}
         pipe = {} if rank == 0 else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
+            # In a session of its own, the host and all that it starts can be stopped together.
             ["ip", "netns", "exec", self.namespaces[rank], *command],
             stdin=subprocess.DEVNULL, env=env, start_new_session=True, preexec_fn=partial(_begin, self._cores(rank)), **pipe,
         )  # fmt: skip
@@ -274,7 +291,8 @@ def require_privileges() -> None:
 def remove_leftovers() -> list[str]:
     """Removes the namespaces of labs that no longer live, with the processes in them; returns their names."""
     names = [line.split()[0] for line in _call("ip", "netns", "list").splitlines() if line.strip()]
-    dead = [name for name in names if (match := NAME.fullmatch(name)) and not _lives(int(match[1]), int(match[2]))]
+    labs = {name: match for name in names if (match := NAME.fullmatch(name))}
+    dead = [name for name, match in labs.items() if _start_ticks(int(match[1])) != int(match[2])]
     for name in dead:
         remove_namespace(name)
     return dead
@@ -307,10 +325,6 @@ def _start_ticks(pid: int) -> int:
     return int(stat.rpartition(")")[2].split()[19])  # field 22; the name before it may hold spaces
 
 
-def _lives(pid: int, start_ticks: int) -> bool:
-    return _start_ticks(pid) == start_ticks
-
-
 def _begin(cores: set[int]) -> None:
     """Die with the parent, and keep to the host's cores."""
     os.sched_setaffinity(0, cores)
@@ -326,6 +340,7 @@ def _forward(rank: int, pipe) -> None:
 
 def _first_failure(processes: list[subprocess.Popen]) -> int:
     while True:
+        # The others may wait for the failed one for ever, so the first failure counts.
         codes = [process.poll() for process in processes]
         failed = [code for code in codes if code]
         if failed:
@@ -354,16 +369,14 @@ def _signal(send, pid: int, number: int) -> None:
         send(pid, number)
 
 
-class _signals_held:
+@contextlib.contextmanager
+def _signals_held() -> Iterator[None]:
     """Holds back Ctrl-C and its kin for as long as cleaning up takes (signals reach the main thread only)."""
-
-    NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-    def __enter__(self):
-        self.before = signal.pthread_sigmask(signal.SIG_BLOCK, self.NUMBERS)
-
-    def __exit__(self, *_):
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.before)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM, signal.SIGHUP))
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _raise_exit(number: int, _frame) -> None:

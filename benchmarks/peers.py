@@ -17,7 +17,6 @@ import importlib.util
 import json
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 from statistics import median
@@ -32,13 +31,9 @@ HIVEMIND = [("hivemind", "NoCompression"), ("hivemind", "Uniform8BitQuantization
 
 def row_of(line: str, congestion: str, transport: str, what: str, options: argparse.Namespace) -> dict[str, float]:
     """Seconds of one row, of a run of its own."""
-    with tempfile.TemporaryDirectory() as folder, Lab(2, line, congestion=congestion) as lab:
-        file = Path(folder, "row.json")
+    with Lab(2, line, congestion=congestion) as lab:
         numbers = [str(n) for n in (options.megabytes, options.warm, options.repetitions)]
-        command = [sys.executable, __file__, "--worker", transport, what, *numbers, str(file)]
-        if code := lab.run(command, {"OMP_NUM_THREADS": "1"}):
-            sys.exit(code)
-        return json.loads(file.read_text())
+        return lab.ask([sys.executable, __file__, "--worker", transport, what, *numbers])
 
 
 def work(transport: str, what: str, megabytes: str, warm: str, repetitions: str, file: str) -> None:
@@ -56,6 +51,7 @@ def work(transport: str, what: str, megabytes: str, warm: str, repetitions: str,
     mean /= dist.get_world_size()
     average, result = with_hivemind(x, what) if transport == "hivemind" else with_thinwire(x, what, transport)
     average()
+    # A codec loses a little; more than a tenth is a mistake.
     if (result()[:1] - mean).square().mean() > 0.1 * mean.square().mean():
         sys.exit(f"{transport} {what}: the result is not the mean")
     until, go_on = time.perf_counter() + float(warm), torch.ones(1)

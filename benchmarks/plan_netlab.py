@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from lines import parse_rate
 from netlab import Lab, shaping
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Communicator, Handle
@@ -69,19 +68,14 @@ def main() -> None:
         options.rows.write_text(json.dumps(rows))
     errors = [abs(row["predicted"] / row["measured"] - 1) for row in rows]
     lines = [*table(rows), "", f"Median error: {100 * median(errors):.0f} %."]
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "plan, network lab", lines)
+    publish(DOCS / "benchmarks.md", "plan, network lab", lines)
 
 
 def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
     """A row for each method on one network."""
-    with tempfile.TemporaryDirectory() as folder, Lab(hosts, rate) as lab:
-        file = Path(folder, "rows.json")
-        command = [sys.executable, __file__, "--worker", str(file), "--parameters", str(parameters)]
-        code = lab.run(command, {"OMP_NUM_THREADS": "1"})
-        if code:
-            sys.exit(f"a worker failed with exit code {code}")
-        found = json.loads(file.read_text())
+    with Lab(hosts, rate) as lab:
+        found = lab.ask([sys.executable, __file__, "--parameters", str(parameters), "--worker"])
+    # A burst goes out at once after a pause, which a measured rate does not show.
     network = Network(hosts, outer=replace(Link(**found["link"]), burst_bytes=shaping(parse_rate(rate))[1]))
     print(network.outer, flush=True)
     workload, no_work = Workload(tensors_of(parameters), 0.0), Speeds(copy_bytes_per_second=float("inf"))
@@ -95,19 +89,11 @@ def compare(hosts: int, rate: str, parameters: int) -> list[dict[str, Any]]:
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
     """The rows as a table."""
-    lines = ["| hosts | rate | method | measured | predicted | error |", "|---|---|---|---|---|---|"]
+    lines = table_head(["hosts", "rate", "method", "measured", "predicted", "error"])
     for row in rows:
-        measured, predicted = row["measured"], row["predicted"]
-        error = f"{100 * (predicted / measured - 1):+.0f} %"
-        cells = [
-            str(row["hosts"]),
-            row["rate"],
-            row["method"],
-            f"{1e3 * measured:.1f} ms",
-            f"{1e3 * predicted:.1f} ms",
-            error,
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
+        times = [f"{1e3 * row[key]:.1f} ms" for key in ("measured", "predicted")]
+        error = f"{100 * (row['predicted'] / row['measured'] - 1):+.0f} %"
+        lines.append(table_row([row["hosts"], row["rate"], row["method"], *times, error]))
     return lines
 
 

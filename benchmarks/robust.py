@@ -20,6 +20,7 @@ from functools import cache, partial
 import torch
 from internet import GPT, Text, windows
 from sklearn.datasets import load_digits
+from tables import table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -156,6 +157,7 @@ def accuracy(task: Task, averager: tw.Mean, attack: Attack | None) -> float:
                 attacker.corrupt(sent, comm)
             averager.step(state, sent, comm).wait()
             optimizer.param_groups[0]["lr"] = task.rate(step / task.steps)
+            # Nothing is committed where values are not finite.
             if averager.commit(state):
                 optimizer.step()
         x, y = test
@@ -177,13 +179,13 @@ def table(task: Task, codec: str, attacks: list[str], rules: list[str]) -> None:
             continue
     clean = accuracy(task, tw.Mean(parsed, memory), None)
     print(f"\n{codec}: {clean:.1f} % without attackers, by the mean\n")
-    print("| attack | " + " | ".join(averagers) + " |\n|" + "---|" * (len(averagers) + 1), flush=True)
+    print(*table_head(["attack", *averagers]), sep="\n", flush=True)
     for attack in ATTACKS:
         if attacks and repr(attack) not in attacks:
             continue
         row = [f"{accuracy(task, averager, attack):.1f}" for averager in averagers.values()]
         best = max(row, key=float)
-        print(f"| `{attack}` | " + " | ".join(f"**{x}**" if x == best else x for x in row) + " |", flush=True)
+        print(table_row([f"`{attack}`", *(f"**{x}**" if x == best else x for x in row)]), flush=True)
 
 
 def main() -> None:

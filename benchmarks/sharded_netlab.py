@@ -16,7 +16,6 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from netlab import Lab
-from studies import replace_part
+from tables import DOCS, publish, table_head, table_row
 from torch.distributed.fsdp import fully_shard
 
 import thinwire as tw
@@ -56,30 +55,20 @@ def main() -> None:
     if options.worker is not None:
         torch.multiprocessing.spawn(work, args=(int(os.environ["RANK"]), options), nprocs=options.shards)
         return
-    with tempfile.TemporaryDirectory() as folder, Lab(HOSTS, options.rate) as lab:
-        file = Path(folder, "rows.json")
-        command = [sys.executable, __file__, *sys.argv[1:], "--worker", str(file)]
-        code = lab.run(command, {"OMP_NUM_THREADS": "1"})
-        if code:
-            sys.exit(f"a worker failed with exit code {code}")
-        found = json.loads(file.read_text())
-    lines = table(found["seconds"], found["num_bytes"])
-    print("\n".join(lines))
-    replace_part(Path(__file__).parent.parent / "docs/benchmarks.md", "sharded, network lab", lines)
+    with Lab(HOSTS, options.rate) as lab:
+        found = lab.ask([sys.executable, *sys.argv, "--worker"])
+    publish(DOCS / "benchmarks.md", "sharded, network lab", table(found["seconds"], found["num_bytes"]))
 
 
 def table(seconds: dict[str, list[float]], num_bytes: dict[str, float]) -> list[str]:
     """A row for each method; the ratios are of steps of the same turn."""
-    lines = [
-        "| between replicas | step | to plain HSDP | in half of the turns | MB sent a step |",
-        "|---|---|---|---|---|",
-    ]
+    lines = table_head(["between replicas", "step", "to plain HSDP", "in half of the turns", "MB sent a step"])
     for name, times in seconds.items():
         ratios = sorted(t / plain for t, plain in zip(times, seconds[PLAIN], strict=True))
         quarter = len(ratios) // 4
         spread = f"{ratios[quarter]:.2f}–{ratios[-1 - quarter]:.2f}"
         cells = [name, f"{median(times):.3f} s", f"{median(ratios):.2f}", spread, f"{num_bytes[name] / 1e6:.2f}"]
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(table_row(cells))
     return lines
 
 
@@ -97,6 +86,7 @@ def work(local_rank: int, host: int, options: argparse.Namespace) -> None:
             model = model_of(options, mesh["shard"])
             handles[name] = stack.enter_context(tw.compress_gradients(model, averager, replicas=mesh["replicate"]))
             steps[name] = SyntheticTraining(model, options.batch_size, rank)
+        # The model of the last method, without its exchange.
         steps[ALONE] = partial(without_exchange, handles[name], steps[name])
         measure(comm, steps, WARMUP)
         before = {name: handle.ledger.bytes_sent for name, handle in handles.items()}

@@ -11,14 +11,10 @@ the mean time of a step of the workers that are not slow, and its ratio to the s
 from __future__ import annotations
 
 import argparse
-import multiprocessing
-import os
 import statistics
-import tempfile
 import time
 
 import torch
-import torch.distributed as dist
 
 import thinwire as tw
 
@@ -26,18 +22,17 @@ WIDTH = 256
 METHODS = ["Asynchronous()", "Gradients(Mean())"]
 
 
-def work(rank: int, options: argparse.Namespace, method: str, slow: int | None, store: str, results) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=options.workers)
+def work(comm: tw.comm.Communicator, options: argparse.Namespace, method: str, slow: int | None) -> float:
+    """Mean seconds of a step of this worker."""
     layers = [[torch.nn.Linear(WIDTH, WIDTH), torch.nn.ReLU()] for _ in range(4)]
     model = torch.nn.Sequential(*sum(layers, []), torch.nn.Linear(WIDTH, 10))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-    handle = tw.attach(model, optimizer, method)
+    handle = tw.attach(model, optimizer, method, comm=comm)
     x, y = torch.randn(16, WIDTH), torch.randint(0, 10, (16,))
-    sleep = options.step_seconds * (options.slow if rank == slow else 1)
+    sleep = options.step_seconds * (options.slow if comm.rank == slow else 1)
     # The slow worker makes fewer steps where it may, so that others' times are taken while it trains.
-    steps = options.steps if method != METHODS[0] or rank != slow else max(1, int(options.steps / options.slow))
-    dist.barrier()
+    steps = options.steps if method != METHODS[0] or comm.rank != slow else max(1, int(options.steps / options.slow))
+    comm.barrier()
     began = time.perf_counter()
     for _ in range(steps):
         optimizer.zero_grad()
@@ -46,23 +41,13 @@ def work(rank: int, options: argparse.Namespace, method: str, slow: int | None, 
         optimizer.step()
     seconds = (time.perf_counter() - began) / steps
     handle.detach()
-    results.put((rank, seconds))
-    dist.destroy_process_group()
+    return seconds
 
 
 def measure(options: argparse.Namespace, method: str, slow: int | None) -> float:
     """Mean seconds of a step of the workers that are not slow."""
-    context = multiprocessing.get_context("spawn")
-    results = context.Queue()
-    with tempfile.TemporaryDirectory() as folder:
-        arguments = (options, method, slow, f"{folder}/store", results)
-        workers = [context.Process(target=work, args=(rank, *arguments)) for rank in range(options.workers)]
-        for worker in workers:
-            worker.start()
-        seconds = dict(results.get(timeout=120) for _ in workers)
-        for worker in workers:
-            worker.join()
-    return statistics.mean(value for rank, value in seconds.items() if rank != slow)
+    seconds = tw.comm.ProcessWorld(options.workers).run(work, options, method, slow)
+    return statistics.mean(value for rank, value in enumerate(seconds) if rank != slow)
 
 
 def main() -> None:
@@ -73,7 +58,6 @@ def main() -> None:
     parser.add_argument("--slow", type=float, default=10.0, help="how many times as long the slow worker sleeps")
     parser.add_argument("--methods", nargs="+", default=METHODS, choices=METHODS)
     options = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     print(f"{options.workers} workers, sleep {1000 * options.step_seconds:g} ms a step, slow: {options.slow:g} times")
     for method in options.methods:
         baseline = measure(options, method, None)

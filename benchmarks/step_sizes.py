@@ -40,6 +40,7 @@ def error(x: Tensor) -> float:
 def show(name: str, errors: list[float], step_size: float) -> None:
     """Print a line of the table."""
     start = error(starts())
+    # The first entry is the error after the first round.
     fall, largest = start / errors[EARLY - 1], max(errors[EARLY - 1 :]) / start
     print(f"| `{name}` | {fall:.3g} | {largest:.2g} | {step_size:.3g} |", flush=True)
 

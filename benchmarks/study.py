@@ -16,19 +16,18 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
-from studies import finished, replace_part
-from torch.nn.functional import cross_entropy
+from studies import digit_accuracy, digit_batches, finished, trained
+from tables import DOCS, publish, spread, table_head, table_row
 
 import thinwire as tw
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
+from thinwire.lab.report.style import new_figure, plain_axes, save
 from thinwire.lab.report.tables import times
-from thinwire.lab.train.data import Digits, num_batches, shard
 from thinwire.lab.train.models import DigitsNet
-from thinwire.lab.train.optimize import set_learning_rate
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"
 RANDOM, SHARED = (f"Gradients(Mean(RandomK(0.01{shared}), {EF}))" for shared in ("", ", shared=True"))
@@ -119,10 +118,7 @@ def optimizer_for(strategy: str):
 def study_methods(options: argparse.Namespace) -> None:
     """A row for each method, the most bytes first."""
     runs = {label: run(strategy, options) for label, strategy in METHODS.items()}
-    rows = [
-        "| method | strategy | test accuracy | MB per worker | fewer than fp32 | seconds |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = table_head(["method", "strategy", "test accuracy", "MB per worker", "fewer than fp32", "seconds"])
     for label, done in sorted(runs.items(), key=lambda item: -item[1].summary["bytes_sent_per_worker"]):
         rate = LEARNING_RATES.get(METHODS[label])
         s = done.summary
@@ -130,26 +126,20 @@ def study_methods(options: argparse.Namespace) -> None:
         sent = f"{s['bytes_sent_per_worker'] / 1e6:.2f}"
         cells = [f"{s['final']['test_accuracy']:.2%}", sent, fewer, f"{s['seconds']:.1f}"]
         named = f"{label}, learning rate {rate:g}" if rate else label
-        rows.append(f"| {named} | `{METHODS[label]}` | " + " | ".join(cells) + " |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "methods", rows)
+        rows.append(table_row([named, f"`{METHODS[label]}`", *cells]))
+    publish(options.docs / "methods.md", "methods", rows)
 
 
 def study_parity(options: argparse.Namespace) -> None:
     """A row for each method: mean and standard deviation of the test accuracy, and bytes."""
-    rows = [
-        "| method | workers | strategy | test accuracy | MB per worker | fewer than fp32 |",
-        "|---|---|---|---|---|---|",
-    ]
+    rows = table_head(["method", "workers", "strategy", "test accuracy", "MB per worker", "fewer than fp32"])
     for label, workers, strategy in PARITY:
         summaries = [run(strategy, options, workers, seed).summary for seed in SEEDS]
-        percents = [100 * s["final"]["test_accuracy"] for s in summaries]
+        accuracy = spread(100 * s["final"]["test_accuracy"] for s in summaries)
         sent = summaries[0]["bytes_sent_per_worker"]
         fewer = times(summaries[0]["dense_fp32_bytes"], sent)
-        accuracy = f"{mean(percents):.2f} ± {stdev(percents):.2f} %"
-        rows.append(f"| {label} | {workers} | `{strategy}` | {accuracy} | {sent / 1e6:.2f} | {fewer} |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "parity", rows)
+        rows.append(table_row([label, workers, f"`{strategy}`", f"{accuracy} %", f"{sent / 1e6:.2f}", fewer]))
+    publish(options.docs / "methods.md", "parity", rows)
 
 
 def run(strategy: str, options: argparse.Namespace, workers: int = WORKERS, seed: int = 0) -> Run | None:
@@ -175,12 +165,11 @@ def study_granularity(options: argparse.Namespace) -> None:
     ]
     percents = dict(zip(keys, tw.comm.ProcessWorld(WORKERS).run(test_percents, runs, epochs)[0], strict=True))
     accuracy = {(label, g): [percents[label, g, seed] for seed in SEEDS] for label, g, _ in keys}
-    rows = ["| method | averager | " + " | ".join(GRANULARITIES) + " |", "|---|---|" + "---|" * len(GRANULARITIES)]
+    rows = table_head(["method", "averager", *GRANULARITIES])
     for label, parts in STUDIED.items():
-        cells = [f"{mean(accuracy[label, g]):.1f} ± {stdev(accuracy[label, g]):.1f}" for g in GRANULARITIES]
-        rows.append(f"| {label} | `Mean({parts}, granularity=...)` | " + " | ".join(cells) + " |")
-    print("\n".join(rows))
-    replace_part(options.docs / "methods.md", "granularity", rows)
+        cells = [spread(accuracy[label, g], ".1f") for g in GRANULARITIES]
+        rows.append(table_row([label, f"`Mean({parts}, granularity=...)`", *cells]))
+    publish(options.docs / "methods.md", "granularity", rows)
     draw_granularity(accuracy, epochs, options.docs / "granularity.png")
 
 
@@ -196,33 +185,16 @@ def test_percents(comm: tw.comm.Communicator, runs: Sequence[tuple[str, int]], e
 
 def train_and_test(comm: tw.comm.Communicator, strategy: str, seed: int, epochs: int) -> float:
     """The digits recipe, in buckets of `BUCKET_BYTES`; the test accuracy after the last epoch, in per cent."""
-    (inputs, labels), test = Digits().splits()
     torch.manual_seed(seed)
-    model, settings = DigitsNet().build(), optimizer_for(strategy)
-    optimizer = settings.build(model)
-    handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
-    per_epoch = num_batches(len(labels), comm.size, BATCH_SIZE)
-    for epoch in range(epochs):
-        handle.set_epoch(epoch)
-        share = shard(len(labels), comm.rank, comm.size, seed, epoch)
-        for step, batch in enumerate(share[: per_epoch * BATCH_SIZE].split(BATCH_SIZE), epoch * per_epoch):
-            set_learning_rate(optimizer, settings.learning_rate_at(step, epochs * per_epoch))
-            optimizer.zero_grad()
-            cross_entropy(model(inputs[batch]), labels[batch]).backward()
-            optimizer.step()
-    handle.detach()
-    with torch.no_grad():
-        return 100 * (model(test.inputs).argmax(1) == test.labels).double().mean().item()
+    batches = list(digit_batches(comm.rank, comm.size, seed, epochs, BATCH_SIZE))
+    model, _ = trained(comm, DigitsNet().build(), optimizer_for(strategy), strategy, seed, batches)
+    return digit_accuracy(model)
 
 
 def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, path: Path) -> None:
     """A row of dots for each method; each dot is the mean over seeds, each bar reaches from the worst to the best."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     labels = list(STUDIED)[::-1]
-    figure = Figure(figsize=(8, 1.2 + 0.38 * len(labels)), dpi=160, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(8, 1.2 + 0.38 * len(labels), layout="constrained")
     axes = figure.add_subplot()
     for g, colour, shift in zip(GRANULARITIES, ("#0072B2", "#E69F00", "#009E73"), (0.22, 0, -0.22), strict=True):
         for y, label in enumerate(labels):
@@ -233,13 +205,9 @@ def draw_granularity(accuracy: dict[tuple[str, str], list[float]], epochs: int, 
     axes.set_xlabel(
         f"test accuracy after {epochs} epochs, in per cent (dot: mean of {len(SEEDS)} seeds, bar: worst to best)"
     )
-    axes.grid(axis="x", color="#e6e6e6")
-    axes.set_axisbelow(True)
-    axes.tick_params(length=0)
-    for side in ("top", "left", "right"):
-        axes.spines[side].set_visible(False)
+    plain_axes(axes, "x")
     axes.legend(title="encoded as one", frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
-    figure.savefig(path)
+    save(figure, path)
 
 
 # ---- the page ----
@@ -253,9 +221,7 @@ def main() -> None:
         "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
     )
     parser.add_argument("--epochs", type=int, help="of each run (default: 30, for granularity 10)")
-    parser.add_argument(
-        "--docs", type=Path, default=Path(__file__).parent.parent / "docs", help="folder of methods.md (default: docs)"
-    )
+    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of methods.md (default: docs)")
     options = parser.parse_args()
     {"methods": study_methods, "granularity": study_granularity, "parity": study_parity}[options.study](options)
 

@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 import time
 from contextlib import nullcontext
 from pathlib import Path
@@ -27,6 +26,7 @@ import torch.distributed as dist
 from internet import GPT, Text, loss_of, tested, windows
 from lines import LINES
 from netlab import Lab
+from tables import table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Communicator, LocalWorld
@@ -82,13 +82,10 @@ def search(comm: Communicator, strategy: str, text: Text, goal: float) -> int:
 
 def measured(method: str, transport: str, steps: int, options: argparse.Namespace) -> tuple[float, float]:
     """Seconds of so many steps on the line, and the loss after them."""
-    with tempfile.TemporaryDirectory() as folder, Lab(options.hosts, options.line, congestion="cubic") as lab:
-        file = Path(folder, "result.json")
+    with Lab(options.hosts, options.line, congestion="cubic") as lab:
         numbers = [str(n) for n in (steps, options.sleep, options.files)]
-        command = [sys.executable, __file__, "--worker", method, transport, *numbers, str(file)]
-        if code := lab.run(command, {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}):
-            sys.exit(code)
-        seconds, loss = json.loads(file.read_text())
+        command = [sys.executable, __file__, "--worker", method, transport, *numbers]
+        seconds, loss = lab.ask(command, TORCH_CPP_LOG_LEVEL="ERROR")
     return seconds, loss
 
 
@@ -111,6 +108,7 @@ def work(method: str, transport: str, steps: str, sleep: str, files: str, file: 
             began = time.perf_counter()
             while worker.steps < int(steps):
                 worker.step(model)
+            # Steps whose messages are under way are not done yet.
             if handle:
                 handle.settle()
             comm.barrier()
@@ -135,13 +133,13 @@ def main() -> None:
     text = Text.read(options.files, torch.device("cpu"))
     parameters = sum(p.numel() for p in Worker(0, text).model.parameters())
     print(f"{parameters:,} parameters, {options.hosts} hosts, {options.line}, CUBIC, loss {options.loss:g}\n")
-    print("| method | steps | sleep alone, s | ours, s | Gloo, s | loss, ours | loss, Gloo | load |")
-    print("|---|---|---|---|---|---|---|---|", flush=True)
+    names = "method|steps|sleep alone, s|ours, s|Gloo, s|loss, ours|loss, Gloo|load"
+    print(*table_head(names.split("|")), sep="\n", flush=True)
     for method in options.only:
         steps = LocalWorld(options.hosts, 600.0).run(search, METHODS[method], text, options.loss)[0]
         ours, gloo = (measured(method, transport, steps, options) for transport in ("tcp", "gloo"))
         cells = [f"{steps * options.sleep:.0f}", f"{ours[0]:.1f}", f"{gloo[0]:.1f}", f"{ours[1]:.3f}", f"{gloo[1]:.3f}"]
-        print(f"| {method} | {steps} | {' | '.join(cells)} | {os.getloadavg()[0]:.0f} |", flush=True)
+        print(table_row([method, steps, *cells, f"{os.getloadavg()[0]:.0f}"]), flush=True)
 
 
 if __name__ == "__main__":

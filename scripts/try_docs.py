@@ -354,7 +354,8 @@ def check_session(block: Block, names: dict[str, object]) -> None:
 
 def readers_names(needed: set[str]) -> dict[str, object]:
     """The names of `READERS` that are needed: a model in a process group of this process alone, and what trains it."""
-    if not needed & set(READERS.split()):
+    needed = needed & set(READERS.split())
+    if not needed:
         return {}
     import torch
     import torch.distributed as dist
@@ -375,16 +376,11 @@ def readers_names(needed: set[str]) -> dict[str, object]:
 
     if "model" in needed:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    known: dict[str, object] = {
-        "tw": thinwire,
-        "budget": 500,
-        "batches": itertools.cycle([batch]),
-        "schedule": lambda done: 0.01,
-    }
-    known |= {"set_learning_rate": lambda optimizer, rate: None} | locals()
-    return {name: known[name] for name in needed if name in READERS.split() and name != "ddp"} | (
-        {"ddp": DistributedDataParallel(model)} if "ddp" in needed else {}
-    )
+    known: dict[str, object] = locals() | {"tw": thinwire, "budget": 500, "batches": itertools.cycle([batch])}
+    known |= {"schedule": lambda done: 0.01, "set_learning_rate": lambda optimizer, rate: None}
+    if "ddp" in needed:
+        known["ddp"] = DistributedDataParallel(model)
+    return {name: known[name] for name in needed}
 
 
 def clone_into(folder: Path) -> None:

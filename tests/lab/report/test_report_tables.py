@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from helpers.report_runs import STEPS, write_run
 
 from thinwire.lab.report import accuracy_against_bytes, read_run, write_report
 from thinwire.lab.report.groups import differing, grouped, what_was_run
-from thinwire.lab.report.mean_curve import curve, reading
+from thinwire.lab.report.mean_curve import curve
 from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
 from thinwire.lab.report.runs import Run, find
 from thinwire.lab.report.tables import as_csv, as_markdown, comparison
@@ -87,7 +88,7 @@ def test_one_run_has_no_deviation(tmp_path):
 def test_curves_are_means_at_the_steps_that_all_seeds_share(runs):
     members = [run for run in find([runs]).runs if run.label == "Gradients(Mean())"]
     members[0].rows.pop(1)
-    found = curve(members, reading("seconds"), "test_accuracy", 100.0)
+    found = curve(members, itemgetter("seconds"), "test_accuracy", 100.0)
     share = np.array([step for step in STEPS if step != 20]) / STEPS[-1]
     each = 100 * np.outer(ACCURACIES["Gradients(Mean())"], share)
     np.testing.assert_allclose(found.x, [1, 3, 4])
@@ -230,6 +231,13 @@ def test_broken_runs_are_named_and_the_others_read(broken, tmp_path):
     assert sorted(run.folder.name for run in found.runs) == ["bad-summary", "good", "half-line", "no-summary"]
     (line,) = comparison(grouped(found.runs), main_metric(found.runs, None)).lines
     assert line.num_runs == 1  # unfinished runs are no part of a mean
+
+
+def test_a_run_with_an_empty_configuration_is_named(tmp_path):
+    write_run(tmp_path / "good")
+    (write_run(tmp_path / "bad") / "config.json").write_text("{}")
+    (problem,) = find([tmp_path]).problems
+    assert problem.text == "config.json does not hold what a run writes; left out"
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path):

@@ -21,7 +21,7 @@ from rich.console import Console, ConsoleDimensions
 
 from thinwire.lab.sweep import Status, execute, read_sweep, run_locally, status_of
 from thinwire.lab.sweep.execute import read_run, start, write_down
-from thinwire.lab.sweep.show import StatusLines, status_table, statuses_of
+from thinwire.lab.sweep.show import status_table, statuses_of
 from thinwire.lab.sweep.status import locked
 
 SWEEP = ["-m", "thinwire", "sweep", "grid.toml"]
@@ -192,7 +192,7 @@ def test_a_run_that_begins_as_ctrl_c_comes_is_stopped_too(tmp_path, monkeypatch)
     monkeypatch.setattr(module, "start", start)
     planned = sweep_in(tmp_path, monkeypatch).runs
     with pytest.raises(KeyboardInterrupt, match="1 of the runs were under way"):
-        run_locally(planned, 2, StatusLines())
+        run_locally(planned, 2)
     assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM
     assert [status_of(each).state for each in planned] == ["stopped", "waiting"]
 

@@ -78,15 +78,15 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
     from rich.console import Console
 
     from ..sweep import run_locally
-    from ..sweep.show import LiveTable, StatusLines, counted, statuses_of
+    from ..sweep.show import LiveTable, counted, statuses_of
 
     console = Console()
     if console.is_terminal:
         with LiveTable(sweep, console) as table:
-            run_locally(sweep.runs, at_once, table)
+            run_locally(sweep.runs, at_once, table.refresh)
         return
     print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}", flush=True)
-    run_locally(sweep.runs, at_once, StatusLines())
+    run_locally(sweep.runs, at_once)
     print(f"{sweep.output}: {counted(statuses_of(sweep.runs))}")
 
 

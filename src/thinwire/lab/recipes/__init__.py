@@ -34,6 +34,7 @@ def tasks() -> list[Task]:
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
             found += entry.load()
+        # A broken package must not take away the recipes of all others.
         except Exception as error:
             package = "" if entry.dist is None else entry.dist.name
             log.warning(

@@ -27,6 +27,7 @@ def methods(
     """
     shared = f"bucket_size={bucket_size}"
     fitted = f"{shared}, num_buckets={num_components}"
+    # The default is not written out.
     late = "" if update_every == 10_000 else f", update_every={update_every}"
     made = {dense: TaskMethod("the gradients themselves (SuperSGD in the paper)")}
     for name, about, averager in (

@@ -71,6 +71,7 @@ def _adaptive_task(depth: int, num_components: int, bucket_size: int, dense: str
     optimizer = SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False)
     full = RunConfig(
         f"cifar10-resnet{depth}",
+        # An epoch has 97 steps, so `max_steps` ends the run in the last one.
         workers=4, epochs=825, max_steps=80_000, batch_size=128,
         data=CIFAR10(std=PER_IMAGE_STD), model=CIFARResNet(depth, "identity"), optimizer=optimizer,
     )  # fmt: skip

@@ -56,6 +56,7 @@ def _layerwise_task() -> Task:
 
 def _dgc_task(name: str, model, small_model, batch_size: int, methods: dict[str, TaskMethod], **options) -> Task:
     schedule = LearningRateSchedule(5 / 90, "steps", scale_by_workers=True)
+    # The authors' rate is for one worker with 32 images.
     optimizer = SGD(0.0125 * batch_size / 32, schedule=schedule, **options)
     full = RunConfig(
         f"imagenet-{name.lower().replace('-', '')}",
@@ -108,6 +109,7 @@ def _adaptive_task() -> Task:
     schedule = LearningRateSchedule(0.0, "steps", drops=(0.5, 0.75))
     full = RunConfig(
         "imagenet-resnet18",
+        # An epoch has 5,004 steps, so `max_steps` ends the run in the last one.
         workers=4, epochs=120, max_steps=600_000, batch_size=64, data=ImageFolder(), model=ResNet(18, False),
         optimizer=SGD(0.1, 1e-4, undecayed=(), schedule=schedule, nesterov=False),
     )  # fmt: skip

@@ -18,6 +18,7 @@ _COMPRESSORS = {
     "qsgd": ("255 levels of the L2 norm", "QSGD(levels=255, norm='l2', bucket_size=None)"),
     "qsgd-4bit": ("7 levels of the L2 norm", "QSGD(levels=7, norm='l2', bucket_size=None)"),
 }
+# The study trains these for more epochs.
 _SLOW = ("randomk", "threshold")
 _GRANULARITIES = {"": ("each layer", "layer"), "-model": ("the entire model", "model")}
 

@@ -58,6 +58,7 @@ def _side(end: float, ends: Sequence[float]) -> str:
 
 
 def _style(axes, curves: Sequence[tuple[list[float], list[float]]]) -> None:
+    # The axis reaches down to the worst run's best accuracy. Steep first epochs may be cut off.
     lowest = min(max(percent) for _, percent in curves)
     axes.set_ylim(max(0, min(80, lowest - 10)), 100)
     axes.set_xscale("log")

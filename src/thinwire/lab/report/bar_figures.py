@@ -30,6 +30,7 @@ PHASES = {
 def step_time(runs: Sequence[Run]) -> dict[str, float]:
     """Milliseconds of a mean step by phase: the measured seconds over the number of steps, averaged over runs."""
     each = [found for found in map(_step_time, runs) if found]
+    # A phase that some runs did not measure has no mean over all of them.
     return {key: mean(found[key] for found in each) for key in PHASES if each and all(key in found for found in each)}
 
 
@@ -53,7 +54,10 @@ def step_times(groups: Sequence[Group]) -> Figure | None:
     axes = figure.add_axes((0.03, 40 / whole, 0.94, tops[-1] / whole))
     for (label, times), top, below in zip(known, tops, tops[1:], strict=False):
         axes.text(0, top + 3, label, va="top", fontsize=SMALL, linespacing=1.15)
-        _bar(axes, below - 13, times)
+        left = 0.0
+        for key, width in times.items():
+            axes.barh(below - 13, width, left=left, height=12, color=PHASES[key][1], edgecolor="white", linewidth=0.6)
+            left += width
     axes.set_ylim(tops[-1], 0)
     axes.set_yticks([])
     axes.set_xlim(0, 1.02 * max(sum(times.values()) for _, times in known))
@@ -61,13 +65,6 @@ def step_times(groups: Sequence[Group]) -> Figure | None:
     plain_axes(axes, grid="x")
     _key(axes, [key for key in PHASES if any(key in times for _, times in known)])
     return figure
-
-
-def _bar(axes: Axes, y: float, times: dict[str, float]) -> None:
-    left = 0.0
-    for key, width in times.items():
-        axes.barh(y, width, left=left, height=12, color=PHASES[key][1], edgecolor="white", linewidth=0.6)
-        left += width
 
 
 def _key(axes: Axes, phases: Sequence[str]) -> None:
@@ -107,6 +104,7 @@ def virtual_iteration_time(run: Run) -> float | None:
 
 
 def _between_rows(run: Run, key: str) -> float | None:
+    # Training begins at step 0 and second 0, so the first row ends an interval too.
     rows = [row for row in run.rows if row.get(key) is not None]
     times = [1e3 * (b[key] - a[key]) / (b["step"] - a["step"]) for a, b in pairwise([{"step": 0, key: 0.0}, *rows])]
     return median(times) if times else None
@@ -147,11 +145,11 @@ def _against_workers(groups: Sequence[Group], measure: Measure, label: str, rise
         axes.errorbar(sizes, means, spreads, fmt="none", ecolor=style["color"], elinewidth=1)
     if rises:
         _draw_ideal(axes, [points for _, _, points in known])
-    _workers_axis(axes, sorted({p.workers for _, _, points in known for p in points}))
-    if rises:
         _logarithmic_in_twos(axes)
     else:
         axes.set_ylim(bottom=0)
+    _workers_axis(axes, sorted({p.workers for _, _, points in known for p in points}))
+    axes.minorticks_off()
     axes.set_ylabel(label)
     plain_axes(axes)
     add_legend(axes, height=3.2)
@@ -175,22 +173,17 @@ def _draw_ideal(axes: Axes, methods: Sequence[Sequence[Point]]) -> None:
 
 
 def _workers_axis(axes: Axes, sizes: Sequence[int]) -> None:
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sizes))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.set_xlabel("workers (log scale)")
 
 
 def _logarithmic_in_twos(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator, NullLocator
+    from matplotlib.ticker import LogLocator
 
     axes.set_yscale("log", base=2)
     low, high = axes.get_ylim()
     axes.set_ylim(low, high)
     steps = (1, 2, 5) if math.log2(high / low) < 8 else (1,)
     axes.yaxis.set_major_locator(LogLocator(base=10, subs=steps))
-    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from .bar_figures import iteration_time, iteration_times, scaling, step_times, virtual_iteration_time
 from .consensus import FLOOR, best_of_each, error_lines, experiment
 from .groups import Group, what_was_run
-from .line_figures import along_bytes, along_epochs, along_seconds, along_virtual_seconds, levels, lines
+from .line_figures import ALONG_BYTES, ALONG_SECONDS, ALONG_VIRTUAL_SECONDS, along_epochs, levels, lines
 from .mean_curve import Row
 from .metrics import Metric, metric
 from .style import styled
@@ -61,35 +61,31 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
         better = {True: "Higher is better. ", False: "Lower is better. ", None: ""}[main.higher_is_better]
         for name, title, axis, about, needs in (
             ("metric-epochs", f"against {epochs.label}", epochs, "", main.key),
-            ("metric-bytes", "against bytes sent", along_bytes(), BYTES, "bytes_sent above 0"),
-            ("metric-seconds", "against time", along_seconds(), SECONDS, "seconds"),
-            ("metric-virtual-seconds", "against virtual time", along_virtual_seconds(), VIRTUAL, "virtual_seconds"),
+            ("metric-bytes", "against bytes sent", ALONG_BYTES, BYTES, "bytes_sent above 0"),
+            ("metric-seconds", "against time", ALONG_SECONDS, SECONDS, "seconds"),
+            ("metric-virtual-seconds", "against virtual time", ALONG_VIRTUAL_SECONDS, VIRTUAL, "virtual_seconds"),
         ):
             figure = lines(compared, axis, main)
             yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
     for name, key, title, about in CURVES:
         yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
     if any("workers" in row for group in compared for run in group.runs for row in run.rows):
-        workers = Metric("workers", "workers")
-        yield CaptionedFigure(
-            "workers", "Workers of elastic runs", lines(compared, epochs, workers), f"{WORKERS} {said}"
-        )
-    yield CaptionedFigure(
-        "levels", "Adaptive levels", levels(compared), f"{LEVELS} {_run_sentence(compared)}", "levels"
-    )
-    about = _run_sentence(groups)
+        figure = lines(compared, epochs, Metric("workers", "workers"))
+        yield CaptionedFigure("workers", "Workers of elastic runs", figure, f"{WORKERS} {said}")
+    caption, about = f"{LEVELS} {_run_sentence(compared)}", _run_sentence(groups)
+    yield CaptionedFigure("levels", "Adaptive levels", levels(compared), caption, "levels")
     title, needs = "Where a step's time goes", "seconds by phase"
     yield CaptionedFigure("step-time", title, step_times(groups), f"{STEP_TIME} {about}", needs)
     needs = "its methods on more than one number of workers"
     yield CaptionedFigure("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
-    for name, title, measure, text in (
-        ("iteration-time", "Time per iteration by workers", iteration_time, MEASURED),
-        ("virtual-iteration-time", "Virtual time per iteration by workers", virtual_iteration_time, VIRTUAL),
-    ):
-        figure = iteration_times(groups, measure)
-        yield CaptionedFigure(
-            name, title, figure, f"{ITERATION}{text}{about}", needs if text == MEASURED else VIRTUAL_NEEDS
-        )
+    title, caption = "Time per iteration by workers", f"{ITERATION}{MEASURED}{about}"
+    yield CaptionedFigure("iteration-time", title, iteration_times(groups, iteration_time), caption, needs)
+    title, caption = "Virtual time per iteration by workers", f"{ITERATION}{VIRTUAL}{about}"
+    figure, needs = (
+        iteration_times(groups, virtual_iteration_time),
+        "virtual_seconds on more than one number of workers",
+    )
+    yield CaptionedFigure("virtual-iteration-time", title, figure, caption, needs)
 
 
 BYTES = "Bytes are those handed to the network, in MB (10⁶ bytes), mean over the workers. "
@@ -124,7 +120,6 @@ ITERATION = (
     "deviation over seeds. A method that scales stays flat. "
 )
 MEASURED = "As measured on the machine of the run; a test between two rows counts. "
-VIRTUAL_NEEDS = "virtual_seconds on more than one number of workers"
 
 
 def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[CaptionedFigure]:
@@ -145,6 +140,7 @@ def _of_consensus(consensus: Mapping[Path, Sequence[Row]]) -> Iterator[Captioned
 def _of_one_size(groups: Sequence[Group]) -> list[Group]:
     """The groups of the most frequent number of workers, and those of methods that have no run with it."""
     sizes = [group.runs[0].config.get("workers", 0) if "workers" in group.words else 0 for group in groups]
+    # Lines on different numbers of workers cannot be compared; `scaling` shows those that are left out here.
     usual = max(sizes, key=lambda size: (sizes.count(size), size))
     methods = [group.without("workers") for group in groups]
     there = {method.label for method, size in zip(methods, sizes, strict=True) if size == usual}

@@ -43,6 +43,7 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
     """The best run of each averager in the rows of an experiment, by label: the run with its best step size."""
     runs: list[list[Row]] = []
     for row in rows:
+        # Rounds start again with each run.
         if not runs or row["round"] <= runs[-1][-1]["round"]:
             runs.append([])
         runs[-1].append(row)
@@ -83,9 +84,7 @@ def error_lines(runs: Mapping[str, Sequence[Row]], x: str, target: float) -> Fig
     """Draw the squared error, relative to the start, against "bits" or "rounds"."""
     figure = new_figure(layout="constrained")
     axes = figure.add_subplot()
-    for number, (label, rows) in enumerate(runs.items()):
-        axes.plot(*_points(rows, x), label=label, **line_style(number))
-    _finish(axes, x, target)
+    _draw(axes, runs, x, target)
     axes.set_ylabel("squared error / that at the start")
     add_legend(axes, height=3.5)
     return figure
@@ -104,11 +103,8 @@ def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: fl
     with styled():
         figure = new_figure(10, 4.6 + 0.11 * len(runs), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)
-        for number, (label, rows) in enumerate(runs.items()):
-            for axes, x in zip(panels, ("bits", "rounds"), strict=True):
-                axes.plot(*_points(rows, x), label=label, **line_style(number))
         for axes, x in zip(panels, ("bits", "rounds"), strict=True):
-            _finish(axes, x, target)
+            _draw(axes, runs, x, target)
         panels[0].set_ylabel("squared error / that at the start")
         figure.suptitle(title, fontsize=10.5, x=0.02, ha="left")
         handles, labels = panels[0].get_legend_handles_labels()
@@ -123,7 +119,10 @@ def _points(rows: Sequence[Row], x: str) -> tuple[list[float], list[float]]:
     return xs, [max(row["squared_error"] / rows[0]["squared_error"], FLOOR) for row in known]
 
 
-def _finish(axes: Axes, x: str, target: float) -> None:
+def _draw(axes: Axes, runs: Mapping[str, Sequence[Row]], x: str, target: float) -> None:
+    """Draw a line for each run, and the target."""
+    for number, (label, rows) in enumerate(runs.items()):
+        axes.plot(*_points(rows, x), label=label, **line_style(number))
     axes.margins(x=0.02)
     heights = [np.asarray(line.get_ydata(), dtype=float) for line in axes.lines]
     low = min((float(height.min()) for height in heights if height.size), default=FLOOR)

@@ -30,6 +30,7 @@ def prometheus(seen: dict[str, Any]) -> bytes:
     """
     from prometheus_client import CollectorRegistry, Gauge, generate_latest
 
+    # The global registry refuses a second gauge of the same name, so each answer has its own.
     registry = CollectorRegistry()
     for name, value in numbers(seen).items():
         gauge = Gauge(f"thinwire_{name}", f"{name} of the run", ["run"], registry=registry)

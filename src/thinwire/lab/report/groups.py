@@ -75,6 +75,7 @@ def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str
     for run, config in zip(runs, configs, strict=True):
         values = {key: config.get(key, MISSING) for key in fields}
         words = {key: _words(key, values[key]) for key in telling}
+        # Values may be lists, which are no keys.
         members.setdefault(tuple(map(repr, values.values())), []).append((words, run))
     _check_names(
         names, {word for pairs in members.values() for words, run in pairs for word in (*words.values(), run.label)}

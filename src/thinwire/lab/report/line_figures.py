@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from operator import itemgetter, methodcaller
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from .groups import Group
 from .legend import add_legend
-from .mean_curve import Curve, curve, reading
+from .mean_curve import Curve, curve
 from .metrics import Metric
 from .runs import Run
 from .style import COLOURS, GREY, SMALL, WIDTH, end_style, line_style, logarithmic, new_figure, plain_axes
@@ -33,27 +34,18 @@ class Axis(NamedTuple):
 def along_epochs(groups: Sequence[Group]) -> Axis:
     """Epochs, or steps if the rows have no epochs."""
     if all("epoch" in row for group in groups for run in group.runs for row in run.rows):
-        return Axis("epochs", reading("epoch"))
-    return Axis("steps", reading("step"))
+        return Axis("epochs", itemgetter("epoch"))
+    return Axis("steps", itemgetter("step"))
 
 
-def along_bytes() -> Axis:
-    """Megabytes sent; rows before the first byte are left out, because the axis is logarithmic."""
-
-    def read(row: dict[str, Any]) -> float | None:
-        return row["bytes_sent"] / 1e6 if row.get("bytes_sent") else None
-
-    return Axis("sent by each worker (MB, log scale)", read, is_log=True)
+def _megabytes(row: dict[str, Any]) -> float | None:
+    """Megabytes sent; None before the first byte, because the axis is logarithmic."""
+    return row["bytes_sent"] / 1e6 if row.get("bytes_sent") else None
 
 
-def along_seconds() -> Axis:
-    """Measured seconds."""
-    return Axis("time since the first step, measured (s)", reading("seconds"))
-
-
-def along_virtual_seconds() -> Axis:
-    """Seconds on the network that `--network` describes."""
-    return Axis("time on the network that --network describes (s)", reading("virtual_seconds"))
+ALONG_BYTES = Axis("sent by each worker (MB, log scale)", _megabytes, is_log=True)
+ALONG_SECONDS = Axis("time since the first step, measured (s)", methodcaller("get", "seconds"))
+ALONG_VIRTUAL_SECONDS = Axis("time on the network that --network describes (s)", methodcaller("get", "virtual_seconds"))
 
 
 def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -> Figure | None:
@@ -68,6 +60,7 @@ def lines(groups: Sequence[Group], axis: Axis, y: Metric, log_y: bool = False) -
     Returns:
         The figure; None if no group has such a line.
     """
+    # A method keeps its number, and with it its colour, in figures where others have no line.
     curves = {i: curve(group.runs, axis.read, y.key, y.scale) for i, group in enumerate(groups)}
     drawn = {i: found for i, found in curves.items() if found is not None and np.isfinite(found.y).any()}
     if log_y:
@@ -94,9 +87,8 @@ def _draw(axes: Axes, found: Curve, label: str, style: dict[str, Any], log_y: bo
     axes.plot(found.x, found.y, label=label, markevery=[_last(found)], **style)
     if found.std.any():
         lower = found.y - found.std
-        lower = (
-            np.maximum(lower, found.y / 100) if log_y else lower
-        )  # zero and less have no place on a logarithmic axis
+        if log_y:  # zero and less have no place on a logarithmic axis
+            lower = np.maximum(lower, found.y / 100)
         axes.fill_between(found.x, lower, found.y + found.std, color=style["color"], alpha=0.18, linewidth=0)
 
 
@@ -164,12 +156,10 @@ def _levels_of(run: Run) -> tuple[list[int], np.ndarray] | None:
 
 def _on_both_sides(axes: Axes, smallest: float) -> None:
     """A logarithmic axis for numbers of both signs, up to 1, that is linear below the smallest."""
-    from matplotlib.ticker import FixedLocator, NullLocator
-
     least = math.floor(math.log10(smallest))
     axes.set_yscale("symlog", linthresh=10.0**least, linscale=0.5)
     powers = [10.0**e for e in range(least, 1)][:: max(1, -(least // 4))]
-    axes.yaxis.set_major_locator(FixedLocator([*(-p for p in powers), 0.0, *powers]))
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-    axes.yaxis.set_minor_locator(NullLocator())
+    ticks = [*(-p for p in powers), 0.0, *powers]
+    axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
     axes.set_ylim(-1.2, 1.2)

@@ -38,13 +38,3 @@ def curve(runs: Sequence[Run], x: Callable[[Row], float | None], y_key: str, sca
     values = scale * points_RS2[:, :, 1]
     std = values.std(axis=0, ddof=1) if len(runs) > 1 else np.zeros(values.shape[1])
     return Curve(points_RS2[:, :, 0].mean(axis=0), values.mean(axis=0), std)
-
-
-def reading(key: str, scale: float = 1.0) -> Callable[[Row], float | None]:
-    """A function that reads this key of a row as x."""
-
-    def read(row: Row) -> float | None:
-        value = row.get(key)
-        return None if value is None else scale * value
-
-    return read

@@ -57,6 +57,7 @@ def metric(key: str) -> Metric:
     """
     name = key.removeprefix(MEAN_MODEL)
     kind = name.removeprefix("test_")
+    # Without "test", only these are measured on training data; others, such as the variance, on none.
     data = "test " if kind != name else "training " if kind in PREFERRED else ""
     words = ("mean model's " if key.startswith(MEAN_MODEL) else "") + data + NAMES.get(kind, kind.replace("_", " "))
     if kind.endswith("accuracy"):

@@ -81,6 +81,7 @@ def inline_svg(svg: str, name: str, title: str) -> Markup:
 def _configurations(runs: Sequence[Run]) -> dict[str, Any]:
     """The fields that all runs share, and the fields of each run that differ."""
     configs = [dict(flat(run.config)) for run in runs]
+    # Seeds tell no methods apart, but readers look for them.
     keys = list(dict.fromkeys(key for config in configs for key in config if key not in IGNORED - {"seed"}))
     shared = {key: _value(configs[0], key) for key in keys if len({_value(config, key) for config in configs}) == 1}
     differing = [key for key in keys if key not in shared]

@@ -77,6 +77,7 @@ def crossings(curves: Curves, points: Sequence[float]) -> list[tuple[float, str]
     names = [fastest(curves, i) for i in range(len(points))]
     for i, (below, above) in enumerate(zip(names[:-1], names[1:], strict=True)):
         if below != above:
+            # The lines cross where the logarithm of their ratio is 0.
             start, end = (float(np.log(curves[above][j] / curves[below][j])) for j in (i, i + 1))
             part = min(1.0, max(0.0, start / (start - end))) if start != end else 0.0
             found.append((float(points[i] * (points[i + 1] / points[i]) ** part), above))
@@ -91,13 +92,13 @@ def _draw(path: Path, curves: Curves, x: Sequence[float], label: str, changes: l
             axes.plot(x, seconds, label=name, marker=".", **line_style(number))
         for at, name in changes:
             axes.axvline(at, color=GREY, linewidth=0.7)
+            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             place: dict[str, Any] = {
                 "transform": axes.get_xaxis_transform(),
                 "rotation": 90,
                 "va": "top",
                 "ha": "right",
             }
-            behind = {"facecolor": "white", "edgecolor": "none", "pad": 1.0}
             axes.text(at, 0.98, name, color=GREY, fontsize=SMALL, bbox=behind, **place)
         axes.set(xlabel=label, ylabel="predicted step, seconds")
         logarithmic(axes, "x")

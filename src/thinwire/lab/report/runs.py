@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -120,6 +120,7 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 def _add_run(folder: Path, found: Found) -> None:
     """Read a run's files, and note each problem."""
+    # Paths may overlap, or lead through links to the same folder.
     if any(run.folder.resolve() == folder.resolve() for run in found.runs):
         return
     complaints: list[str] = []
@@ -132,11 +133,12 @@ def _add_run(folder: Path, found: Found) -> None:
         summary = {}
     if not summary and rows:
         complaints.append(f"not finished: its last row is of step {rows[-1]['step']}")
-    usable = bool(config) and bool(rows)
-    if complaints:
-        found.problems.append(Problem(folder, "; ".join(complaints) + ("" if usable else "; left out")))
     if config and rows:
         found.runs.append(Run(str(config.get("strategy", folder.name)), summary, rows, config, folder))
+    else:
+        complaints[-1] += "; left out"
+    if complaints:
+        found.problems.append(Problem(folder, "; ".join(complaints)))
 
 
 def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
@@ -147,7 +149,7 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
     except (OSError, ValueError):
         complaints.append(f"{path.name} cannot be read")
     else:
-        if isinstance(value, dict):
+        if isinstance(value, dict) and value:
             return value
         complaints.append(f"{path.name} does not hold what a run writes")
     return None
@@ -156,23 +158,19 @@ def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
 def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     """All rows that can be read; a killed run may end with half a line."""
     try:
+        # A killed run may end within a character.
         lines = path.read_text(errors="replace").splitlines()
     except OSError:
         complaints.append(f"{path.name} is missing")
         return []
     if not lines:
         complaints.append(f"{path.name} is empty")
-    rows: list[dict[str, Any]] = []
-    broken: list[str] = []
-    for number, line in enumerate(lines, 1):
-        row = _row(line)
-        if row is None:
-            broken.append(str(number))
-        else:
-            rows.append(row)
+    rows = [_row(line) for line in lines]
+    broken = [str(number) for number, row in enumerate(rows, 1) if row is None]
     if broken:
-        complaints.append(f"line{'s' * (len(broken) > 1)} {_some(broken)} of {path.name} cannot be read")
-    return rows
+        some = ", ".join(broken[:5]) + (" ..." if len(broken) > 5 else "")
+        complaints.append(f"line{'s' * (len(broken) > 1)} {some} of {path.name} cannot be read")
+    return [row for row in rows if row is not None]
 
 
 def _row(line: str) -> dict[str, Any] | None:
@@ -184,11 +182,6 @@ def _row(line: str) -> dict[str, Any] | None:
         return None
     values = [value for key, value in row.items() if key != "levels"]  # which are several
     return row if all(map(_is_number, values)) else None
-
-
-def _some(words: Iterable[str]) -> str:
-    words = list(words)
-    return ", ".join(words[:5]) + (" ..." if len(words) > 5 else "")
 
 
 def _add_consensus(path: Path, found: Found) -> None:

@@ -84,16 +84,16 @@ def plain_axes(axes: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
 
 def logarithmic(axes: Axes, which: str) -> None:
     """Make the axis "x" or "y" logarithmic, with a few ticks at round numbers."""
-    from matplotlib.ticker import LogLocator, NullFormatter, NullLocator
+    from matplotlib.ticker import LogLocator, NullLocator
 
     getattr(axes, f"set_{which}scale")("log")
     axis, (low, high) = getattr(axes, f"{which}axis"), getattr(axes, f"get_{which}lim")()
     decades = high / low
+    # Fewer ticks on a longer axis, or labels would overlap; labels along x are wider than those along y are high.
     steps = (1, 2, 5) if decades < 60 else (1, 3) if decades < 600 and which == "y" else (1,)
     axis.set_major_locator(LogLocator(subs=steps, numticks=12 if decades < 600 else 7))
     axis.set_major_formatter(_short)
     axis.set_minor_locator(NullLocator())
-    axis.set_minor_formatter(NullFormatter())
 
 
 def _short(value: float, _: int) -> str:
@@ -149,6 +149,7 @@ def as_svg(figure: Figure, name: str) -> str:
     import matplotlib
 
     file = StringIO()
+    # Without a salt, Matplotlib makes random ids.
     with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
         figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
     return file.getvalue()

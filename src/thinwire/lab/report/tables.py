@@ -11,7 +11,7 @@ from statistics import mean, stdev
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .groups import SIZES, Group, differing
-from .metrics import Metric, main_metric, metric, on_test_sets
+from .metrics import Metric, main_metric, metric, number, on_test_sets
 from .runs import Run
 
 if TYPE_CHECKING:
@@ -65,13 +65,12 @@ def comparison(groups: Sequence[Group], main: Metric | None) -> Comparison:
     runs = [run for group in groups for run in group.runs if run.finished]
     columns = [column for column in _columns(runs, main) if any(column.read(run) is not None for run in runs)]
     lines = [_line(group, columns) for group in groups]
+    # A longer run is no better method.
     if not SIZES & set(differing(runs)):
         for place, column in enumerate(columns):
             _mark_best(lines, place, column.metric)
-    if main is not None and main.higher_is_better is not None:
-        order = next((place for place, column in enumerate(columns) if column.metric.key == main.key), None)
-        if order is not None:
-            _sort(lines, order, main.higher_is_better)
+    if main is not None and main.higher_is_better is not None and main in (column.metric for column in columns):
+        lines.sort(key=lambda line: _rank(line.cells[0].mean, main))  # its column is the first
     return Comparison([column.metric for column in columns], lines)
 
 
@@ -83,10 +82,7 @@ def _columns(runs: Sequence[Run], main: Metric | None) -> list[Column]:
         Column(Metric("bytes_sent_per_worker", "MB per worker", "", 1e-6, False), _sent),
         Column(Metric("compression_vs_fp32", "vs fp32", "×", 1, True), lambda run: _fewer(run, "dense_fp32_bytes")),
         Column(Metric("compression_vs_bf16", "vs bf16", "×", 1, True), lambda run: _fewer(run, "dense_bf16_bytes")),
-        *(
-            Column(Metric(key, words, "", 1, False), partial(_of_summary, key))
-            for key, words in (("seconds", "seconds"), ("virtual_seconds", "virtual seconds"))
-        ),
+        *(Column(Metric(key, key.replace("_", " "), "", 1, False), partial(_of_summary, key)) for key in SECONDS),
         *map(_of_metric, others),
     ]
 
@@ -101,14 +97,13 @@ def _of_metric(shown: Metric) -> Column:
 
 def _final(run: Run, key: str) -> float | None:
     """The number in the summary, or else in the last row that has it."""
+    # Not every metric of the rows is in the summary.
     rows = [run.summary.get("final") or {}, *reversed(run.rows)]
     return next((_number(row, key) for row in rows if key in row), None)
 
 
 def _number(row: dict[str, Any], key: str) -> float | None:
-    if key not in row:
-        return None
-    return math.nan if row[key] is None else float(row[key])
+    return number(row, key) if key in row else None
 
 
 def _sent(run: Run) -> float | None:
@@ -149,10 +144,6 @@ def _text(value: float, unit: str, like: float | None = None) -> str:
     return f"{value:.{max(0, 2 - math.floor(math.log10(size))) if size else 0}f}"
 
 
-def _sort(lines: list[Line], place: int, higher_is_better: bool) -> None:
-    lines.sort(key=lambda line: _rank(line.cells[place].mean, higher_is_better))
-
-
 def _mark_best(lines: list[Line], place: int, shown: Metric) -> None:
     best = shown.best([mean for line in lines if (mean := line.cells[place].mean) is not None])
     for line in lines:
@@ -160,8 +151,9 @@ def _mark_best(lines: list[Line], place: int, shown: Metric) -> None:
         line.cells[place] = cell._replace(is_best=len(lines) > 1 and best is not None and cell.mean == best)
 
 
-def _rank(value: float | None, higher_is_better: bool) -> tuple[bool, float]:
-    return (value is None, 0.0 if value is None else -value if higher_is_better else value)
+def _rank(value: float | None, main: Metric) -> tuple[bool, float]:
+    """Sorts the best first, and methods without a value last."""
+    return (value is None, 0.0 if value is None else -value if main.higher_is_better else value)
 
 
 def heads(table: Comparison) -> list[str]:
@@ -198,15 +190,13 @@ def as_csv(table: Comparison) -> str:
     """CSV in full precision, in the units of the table: for each metric a column of means and one of deviations."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    names = [f"{m.key}_percent" if m.unit == "%" else _MEGABYTES.get(m.key, m.key) for m in table.columns]
+    names = [f"{m.key}_percent" if m.unit == "%" else m.key for m in table.columns]
+    names = ["megabytes_sent_per_worker" if name == "bytes_sent_per_worker" else name for name in names]
     writer.writerow(["method", "runs", *(f"{name}_{part}" for name in names for part in ("mean", "std"))])
     for line in table.lines:
-        numbers = [number for cell in line.cells for number in (cell.mean, cell.std)]
-        writer.writerow([line.label, line.num_runs, *("" if number is None else number for number in numbers)])
+        numbers = [value for cell in line.cells for value in (cell.mean, cell.std)]  # csv writes None as ""
+        writer.writerow([line.label, line.num_runs, *numbers])
     return text.getvalue()
-
-
-_MEGABYTES = {"bytes_sent_per_worker": "megabytes_sent_per_worker"}
 
 
 def summary_table(runs: Sequence[Run], title: str) -> Table:

@@ -46,6 +46,7 @@ def snapshot(folder: Path) -> dict[str, Any]:
     summary = folder / "summary.json"
     now: dict[str, Any] = {}
     for row in rows:
+        # Most rows have no test, so the last one stays visible.
         now |= {key: value for key, value in row.items() if key.startswith(("test_", "mean_model_"))}
     now |= rows[-1] if rows else {}
     if len(rows) > 1:
@@ -56,8 +57,10 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "recipe": str(known.get("recipe", "")),
         "workers": now.get("workers", known.get("workers")),
         "finished": summary.exists(),
+        # Before the first row, the configuration is the newest file.
         "age_seconds": max(0.0, time.time() - _changed(folder / "metrics.jsonl", config)),
         "now": now,
+        # The step is rounded up, so that at most MAX_ROWS are left.
         "rows": rows[:: -(-len(rows) // MAX_ROWS) or 1],
     }
 
@@ -225,6 +228,7 @@ def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
                 self.send_error(404)
                 return
             try:
+                # The run's folder may be moved or half written at this moment; the page asks again.
                 body = make()
             except (ValueError, OSError, ModuleNotFoundError) as error:
                 self.send_error(503, " ".join(str(error).split()))

@@ -129,22 +129,10 @@ def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
     for grid in grids if isinstance(grids, list) else [grids]:
         for varied in points(grid, table.get("list", [])):
             run = planned(command, table.get("recipe"), fixed, varied, output)
-            _check_run(run)
             other = runs.setdefault(run.identity, run)
             same = f"{in_words(other.varied)} and {in_words(varied)} are the same run; take one of them out"
             require(other is run, same)
     return Sweep(file, output, tuple(runs.values()))
-
-
-def _check_run(run: PlannedRun) -> None:
-    try:
-        run.task.check(run.config)
-    except ValueError as error:
-        raise ValueError(f"{error}{_where(run.varied)}") from None
-
-
-def _where(varied: Values) -> str:
-    return f" (in the run {in_words(varied)})" if varied else ""
 
 
 def _check(table: Mapping[str, Any]) -> None:
@@ -193,8 +181,10 @@ def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: 
     try:
         config = overridden(task.base(recipe), {path: value for path, value in values.items() if path != "recipe"})
         plain = task.as_dict(config)
+        task.check(config)
     except ValueError as error:
-        raise ValueError(f"{error}{_where(varied)}") from None
+        raise ValueError(f"{error} (in the run {in_words(varied)})" if varied else str(error)) from None
+    # Readable names are cut off at LONGEST_NAME, so the hash tells runs apart.
     name = f"{readable(varied) or recipe or command}-{identity(plain)[:8]}"
     return PlannedRun(command, values, varied, config, identity(plain), output / name)
 

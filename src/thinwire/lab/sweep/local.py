@@ -6,14 +6,14 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 
 from ..files import write_json
 from .execute import start
 from .file import PlannedRun
-from .status import Status, status_of
+from .show import print_ended
+from .status import status_of
 
 POLL_SECONDS = 0.2
 GRACE_SECONDS = 60  # in which a run that is asked to stop may finish its step and save a checkpoint
@@ -22,23 +22,15 @@ STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 Running = list[tuple[PlannedRun, subprocess.Popen]]
 
 
-class Watcher(Protocol):
-    """Receives the events of a sweep."""
-
-    def tick(self) -> None:
-        """Some time has gone by."""
-
-    def ended(self, run: PlannedRun, status: Status) -> None:
-        """A run has ended, in whatever way."""
-
-
-def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> None:
+def run_locally(
+    runs: Sequence[PlannedRun], at_once: int, watch: Callable[[Sequence[PlannedRun]], None] = print_ended
+) -> None:
     """Start or resume all runs that are neither finished nor running, `at_once` at a time; a failure stops no other run.
 
     Args:
         runs: in this order.
         at_once: how many run at a time; each of them starts its own workers.
-        watcher: receives the events.
+        watch: called several times a second with the runs that have ended since the last call, in whatever way.
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.
@@ -48,12 +40,12 @@ def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> N
         try:
             for run in runs:
                 while len(running) >= at_once:
-                    running = _still_running(running, watcher)
+                    running = _still_running(running, watch)
                 with interrupts.held():
                     process = None if status_of(run).state == "finished" else start(run)
                     running += [] if process is None else [(run, process)]
             while running:
-                running = _still_running(running, watcher)
+                running = _still_running(running, watch)
         except KeyboardInterrupt:
             stop([process for _, process in running])
             for run, process in running:
@@ -62,12 +54,9 @@ def run_locally(runs: Sequence[PlannedRun], at_once: int, watcher: Watcher) -> N
             raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
 
 
-def _still_running(running: Running, watcher: Watcher) -> Running:
+def _still_running(running: Running, watch: Callable[[Sequence[PlannedRun]], None]) -> Running:
     time.sleep(POLL_SECONDS)
-    watcher.tick()
-    for run, process in running:
-        if process.poll() is not None:
-            watcher.ended(run, status_of(run))
+    watch([run for run, process in running if process.poll() is not None])
     return [(run, process) for run, process in running if process.returncode is None]
 
 

@@ -101,12 +101,13 @@ def watch(sweep: Sweep) -> None:
     """Print the table of states: once, or on a terminal again and again until all runs have ended, or Ctrl-C."""
     console = Console()
     if not console.is_terminal:
+        # A file or a pipe has no width.
         Console(width=140).print(status_table(sweep, statuses_of(sweep.runs)))
         return
     with LiveTable(sweep, console) as table, contextlib.suppress(KeyboardInterrupt):
         while table.may_change:
             time.sleep(REFRESH_SECONDS)
-            table.tick()
+            table.refresh()
 
 
 class LiveTable:
@@ -119,7 +120,7 @@ class LiveTable:
 
     def __enter__(self) -> LiveTable:
         self._live.__enter__()
-        self.tick()
+        self.refresh()
         return self
 
     def __exit__(
@@ -128,8 +129,8 @@ class LiveTable:
         self._live.update(status_table(self._sweep, statuses_of(self._sweep.runs)))  # all of it stays on the terminal
         self._live.__exit__(kind, error, trace)
 
-    def tick(self) -> None:
-        """Read the states anew, where the last time is long enough ago."""
+    def refresh(self, ended: Sequence[PlannedRun] = ()) -> None:
+        """Read the states of all runs again, unless it did so just before."""
         if time.monotonic() - self._drawn < REFRESH_SECONDS:
             return
         statuses = statuses_of(self._sweep.runs)
@@ -137,18 +138,11 @@ class LiveTable:
         self._drawn = time.monotonic()
         self.may_change = any(status.state not in ("finished", "failed") for status in statuses.values())
 
-    def ended(self, run: PlannedRun, status: Status) -> None:
-        """The table says it."""
 
-
-class StatusLines:
-    """A line for each run that has ended, where there is no terminal."""
-
-    def tick(self) -> None:
-        """Nothing to say."""
-
-    def ended(self, run: PlannedRun, status: Status) -> None:
-        """Say how."""
+def print_ended(runs: Sequence[PlannedRun]) -> None:
+    """Print a line for each run that has ended, where there is no terminal."""
+    for run in runs:
+        status = status_of(run)
         print(f"  {status.state:8}  {run.folder.name}  {status.detail}", flush=True)
 
 

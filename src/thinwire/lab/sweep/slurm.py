@@ -21,7 +21,6 @@ from ..train.run.interrupt import SAVED, requeue
 from .execute import read_run, write_down
 from .file import PlannedRun
 from .local import run_locally
-from .show import StatusLines
 from .status import status_of
 from .tasks import read_json
 
@@ -66,7 +65,9 @@ def write_script(runs: Sequence[PlannedRun], options: str, pack: int = 1) -> Pat
         "chdir": str(Path.cwd()),
         "array": f"0-{jobs - 1}" + f"%{at_once}" * bool(at_once),
         "output": str(file.with_name("%A_%a.log")),
+        # A requeued job goes on in the same log.
         "open-mode": "append",
+        # A run starts its own workers.
         "ntasks": "1",
         "cpus-per-task": str(max(run.task.workers(run.config) * run.task.threads(run.config) for run in runs)),
         "signal": f"{signal.SIGUSR2.name.removeprefix('SIG')}@{WARNING_SECONDS}",
@@ -120,7 +121,7 @@ def work(records: Path, names: Sequence[str]) -> int:
     signal.signal(signal.SIGUSR2, end)
     runs = [read_run(records / name / "run.json") for name in names]
     try:
-        run_locally(runs, 1, StatusLines())
+        run_locally(runs, 1)
     except KeyboardInterrupt:
         print(f"thinwire: {requeue() if is_ending else 'stopped'}", flush=True)
         return SAVED

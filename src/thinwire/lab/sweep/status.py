@@ -69,6 +69,7 @@ def is_locked(path: Path) -> bool:
     """Whether some process holds this lock; only looks."""
     try:
         with open(path) as file:
+            # Shared, or two processes that look at once would each see the other's lock.
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return False
     except BlockingIOError:

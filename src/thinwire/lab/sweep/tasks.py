@@ -99,6 +99,7 @@ class Train(RunKind):
     def run(self, config: Any, folder: Path) -> None:
         from ..train import train
 
+        # With `resume`, a stopped run goes on, and a new one begins.
         train(replace(config, output=folder.parent, name=folder.name, resume=True))
 
     def workers(self, config: Any) -> int:
