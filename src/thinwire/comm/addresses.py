@@ -14,13 +14,6 @@ from typing import TypeVar
 Caller = TypeVar("Caller")
 
 
-def name_of(connection: socket.socket) -> str:
-    with contextlib.suppress(OSError):
-        host, port = connection.getpeername()[:2]
-        return f"{host}:{port}"
-    return "an address that is gone"
-
-
 def is_contact(host: object, port: object) -> bool:
     """Whether these can be the address and port of a worker; a name would have to be looked up, which takes time.
 
@@ -90,3 +83,9 @@ def _interface_address(interface: str) -> tuple[socket.AddressFamily, str] | Non
         return socket.AF_INET, socket.inet_ntoa(answer[20:24])
     except (ImportError, OSError):
         return None  # not Linux, no such interface, or one without an IPv4 address
+
+
+def end(connection: socket.socket) -> None:
+    """End a connection that another thread may be waiting for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)

@@ -30,7 +30,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..addresses import oldest_of_busiest
+from ..addresses import end, oldest_of_busiest
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -159,7 +159,7 @@ class Listener:
             time.sleep(0.01)
         with self._lock:
             for connection in (*self._open, *self._greeting):
-                _end(connection)
+                end(connection)
 
     def _new_context(self) -> ssl.SSLContext | None:
         if self._credentials is None:
@@ -192,7 +192,7 @@ class Listener:
                 self._context, self._list = self._new_context(), now
                 with self._lock:
                     for connection in (*self._open, *self._greeting):
-                        _end(connection)
+                        end(connection)
 
     def _greet(self) -> None:
         try:
@@ -210,7 +210,7 @@ class Listener:
         with self._lock:
             self._greeting[connection] = address[0]
             if len(self._greeting) > MAX_HANDSHAKES:
-                _end(oldest_of_busiest(self._greeting))
+                end(oldest_of_busiest(self._greeting))
         threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
@@ -253,7 +253,7 @@ class Listener:
             with self._lock:
                 self._greeting.pop(raw, None)
                 self._open.discard(raw)
-            _end(raw)
+            end(raw)
             raw.close()
             if connection is not None:
                 connection.close()
@@ -317,12 +317,6 @@ def patient(connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
         for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _end(connection: socket.socket) -> None:
-    """End a connection that another thread may be waiting for."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
 
 
 # ---- the side that connects ----
