@@ -70,11 +70,6 @@ def connected_store(
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
-def part_of(store: dist.Store, prefix: str) -> dist.Store:
-    """The part of a store whose keys have a prefix."""
-    return store.part(prefix) if isinstance(store, TlsStore) else dist.PrefixStore(prefix, store)
-
-
 def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:
     """A function that returns what all workers passed in, in rank order, after a round trip through JSON.
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from ...algorithm import require
 from ..addresses import own_address
 from ..handle import CommunicationError
-from ..store import connected_store, part_of
+from ..store import connected_store
 from ..tls.connections import Listener
 from ..tls.credentials import Credentials, parsed_address
 from ..tls.relay import relay_of
@@ -192,7 +192,7 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
         return found
     address, _, prefix = place.partition("/")
     host, port = parsed_address(address)
-    return part_of(connected_store(host, port, limit, credentials), prefix)
+    return dist.PrefixStore(prefix, connected_store(host, port, limit, credentials))
 
 
 class Asker:
