@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
-from ..addresses import own_address
+from ..addresses import address_text, own_address, parse_address
 from ..handle import CommunicationError
 from ..store import connected_store
 from ..tls.connections import Listener
-from ..tls.credentials import Credentials, parsed_address
+from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
 from .quorums import QuorumClient, Quorums
@@ -75,7 +75,7 @@ class Lighthouse:
         if credentials is not None:
             quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
             listener = Listener(host, port, credentials, quorums.answer)
-            self.address, self.close = f"https://{f'[{host}]' if ':' in host else host}:{listener.port}", listener.close
+            self.address, self.close = f"https://{address_text(host, listener.port)}", listener.close
             return
         server: Any = _module("torchft.coordination").LighthouseServer(
             bind=f"{host}:{port}",
@@ -191,7 +191,7 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
         found: dist.Store = torchft().store(place, limit)
         return found
     address, _, prefix = place.partition("/")
-    host, port = parsed_address(address)
+    host, port = parse_address(address)
     return dist.PrefixStore(prefix, connected_store(host, port, limit, credentials))
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ... import debug
 from .. import check
-from ..addresses import own_address
+from ..addresses import own_address, parse_address
 from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
@@ -39,7 +39,6 @@ from ..handle import CommunicationError, Handle
 from ..ledger import broadcast_tree, ring_all_reduce_bytes
 from ..process_group import Group, ProcessGroupCommunicator
 from ..store import gathering, host_of
-from ..tls.relay import parse_address
 from .channel import TcpChannel
 from .connections import Place
 from .endpoint import CLOSE_SECONDS, Endpoint, TaggedMessage

@@ -16,8 +16,6 @@ no new ones within a few seconds, it is dead. Through a relay, only the time lim
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
 import socket
 import threading
@@ -26,8 +24,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..addresses import end, is_contact, oldest_of_busiest
+from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
+from ..sockets import FULL, end, oldest_of_busiest
 from ..tls import relay
 from ..tls.connections import Refused
 from .handshake import greet, introduce, proof
@@ -49,7 +48,6 @@ NEAR_CONNECTIONS, FAR_CONNECTIONS = 2, 9  # to begin with: one for small message
 FAR_SECONDS = 0.015  # round trip of a very long line
 REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
 GRACE_SECONDS = 5.0  # for a peer that hung up, and that this worker cannot dial, to connect again
 log = logging.getLogger("thinwire")
 
@@ -207,8 +205,7 @@ class Connections:
 
     def _hang_up(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens, and refuses connections
+        end(self._listener)  # wakes the thread that listens, and refuses connections
         for attendance in self._attendances:
             attendance.close()
         with self._lock:
@@ -237,7 +234,7 @@ class Connections:
                     log.warning("rank %d cannot take a connection: %s", self._rank, error.strerror)
                     self._closed.wait(1.0)  # it would be tried again at once, and again
                 continue
-            self._greet_soon(connection, host, f"{host}:{port}")
+            self._greet_soon(connection, host, address_text(host, port))
 
     def _greet_soon(self, connection: socket.socket, host: str, caller: str) -> None:
         with self._lock:
@@ -364,10 +361,10 @@ class Connections:
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):
             return f"rank {peer} cannot be reached: {error.strerror or error}"
-        host, port, *_ = self._contacts[peer]
+        where = address_text(*self._contacts[peer][:2])
         if isinstance(error, ConnectionRefusedError):
-            return f"rank {peer} has died or hung up: {host}:{port} refuses connections"
-        return f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}"
+            return f"rank {peer} has died or hung up: {where} refuses connections"
+        return f"rank {peer} cannot be reached at {where}: {error.strerror or error}"
 
     def _connect_several(self, peer: int, missing: int) -> OSError | None:
         """Make some connections at the same time; return an error, the worst of them, if there were any."""

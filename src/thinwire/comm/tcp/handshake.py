@@ -17,23 +17,13 @@ import hmac
 import secrets
 import struct
 import time
-from typing import Protocol
 
+from ..sockets import Stream, read_exactly
 from ..tls.connections import Refused
 
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
 HELLO = struct.Struct(f"<q{NONCE_BYTES}s{PROOF_BYTES}s")
 RANKS = struct.Struct("<qq")
-
-
-class Stream(Protocol):
-    """Bytes to and from another worker: a socket, or a TLS session on one."""
-
-    def recv(self, size: int, /) -> bytes: ...
-
-    def sendall(self, data: bytes | memoryview, /) -> None: ...
-
-    def settimeout(self, seconds: float, /) -> None: ...
 
 
 def proof(secret: bytes, word: bytes, connector: int, listener: int, nonces: bytes) -> bytes:
@@ -53,10 +43,10 @@ def introduce(connection: Stream, rank: int, peer: int, secret: bytes, deadline:
     Raises:
         OSError: the listener hung up, did not answer in time, or does not know the secret.
     """
-    nonces = _read(connection, NONCE_BYTES, deadline) + secrets.token_bytes(NONCE_BYTES)
+    nonces = read_exactly(connection, NONCE_BYTES, deadline) + secrets.token_bytes(NONCE_BYTES)
     shown = proof(secret, b"connect", rank, peer, nonces)
     connection.sendall(HELLO.pack(rank, nonces[NONCE_BYTES:], shown))
-    answer = _read(connection, PROOF_BYTES, deadline)
+    answer = read_exactly(connection, PROOF_BYTES, deadline)
     if not hmac.compare_digest(answer, proof(secret, b"accept", rank, peer, nonces)):
         raise ConnectionError("who listens there does not know the run's secret")
 
@@ -74,9 +64,9 @@ def greet(connection: Stream, rank: int, secret: bytes, deadline: float) -> tupl
         The connector's rank, and the answer that tells it that it is taken.
 
     Raises:
-        Refused: the connector does not know the secret.
+        Refused: the connector does not know the secret, or broke off.
         ConnectionResetError: it hung up before it said anything.
-        OSError: it did not answer in time, or not to the end; with a session, its certificate was refused.
+        OSError: it did not answer in time; with a session, its certificate was refused.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -84,19 +74,11 @@ def greet(connection: Stream, rank: int, secret: bytes, deadline: float) -> tupl
     first = connection.recv(1)
     if not first:
         raise ConnectionResetError("end of the connection")
-    peer, other, shown = HELLO.unpack(first + _read(connection, HELLO.size - 1, deadline))
+    try:
+        peer, other, shown = HELLO.unpack(first + read_exactly(connection, HELLO.size - 1, deadline))
+    except ConnectionResetError:
+        raise Refused("broke off its greeting") from None
     nonces = nonce + other
     if not hmac.compare_digest(shown, proof(secret, b"connect", peer, rank, nonces)):
         raise Refused("does not know the run's secret")
     return peer, proof(secret, b"accept", peer, rank, nonces)
-
-
-def _read(connection: Stream, size: int, deadline: float) -> bytes:
-    said = b""
-    while len(said) < size:
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
-        part = connection.recv(size - len(said))
-        if not part:
-            raise ConnectionError("end of the connection")
-        said += part
-    return said

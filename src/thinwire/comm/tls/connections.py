@@ -30,7 +30,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ..addresses import end, oldest_of_busiest
+from ..addresses import address_text
+from ..sockets import FULL, be_patient, end, oldest_of_busiest, read_exactly
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -72,10 +73,10 @@ def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> l
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
-    (size,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
     if size > max_bytes:
         raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
-    return list(_fields(_read(connection, size)))
+    return list(_fields(read_exactly(connection, size)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
@@ -90,16 +91,6 @@ def _fields(body: bytes) -> Iterator[bytes]:
         yield body[begin:at]
     if at < len(body):
         raise Refused(f"a frame has more than {MAX_FIELDS} fields")
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    read = bytearray()
-    while len(read) < size:
-        part = connection.recv(size - len(read))
-        if not part:
-            raise ConnectionResetError("end of the connection")
-        read += part
-    return bytes(read)
 
 
 # ---- the side that listens ----
@@ -149,8 +140,7 @@ class Listener:
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
         self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        end(self._listener)  # wakes the thread
         self._listener.close()
         if self._attendance is not None:
             self._attendance.close()
@@ -198,7 +188,7 @@ class Listener:
         try:
             connection, address = self._listener.accept()
         except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+            if error.errno in FULL:
                 self._log("cannot take a connection", error.strerror)
                 time.sleep(1.0)  # it would be tried again at once, and again
             elif self._is_closed or error.errno == errno.EINVAL:
@@ -215,11 +205,11 @@ class Listener:
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""
-        caller = f"{address[0]}:{address[1]}"
+        caller = address_text(*address)
         connection: socket.socket | None = None
         try:
             with contextlib.suppress(OSError):
-                patient(raw)
+                be_patient(raw, SILENT_SECONDS)
             # It goes over a duplicate of the socket, so that others may end it by `raw`: `ssl` takes over the other one.
             copy = raw.dup()
             copy.settimeout(HANDSHAKE_SECONDS)
@@ -309,16 +299,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=1024)
 
 
-def patient(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that is gone without a word."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
-        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 # ---- the side that connects ----
 
 
@@ -331,10 +311,10 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     """
     deadline = time.monotonic() + seconds
     at, raw = relay.relay_of(host), relay.dial(host, port, seconds)
-    where = f"{host}:{port}" if at is None else f"who waits at the relay {at[0]}:{at[1]}"
+    where = address_text(host, port) if at is None else f"who waits at the relay {address_text(*at)}"
     connection = None
     try:
-        patient(raw)
+        be_patient(raw, SILENT_SECONDS)
         raw.settimeout(max(0.001, deadline - time.monotonic()))
         connection = raw if context is None else context.wrap_socket(raw)
         connection.settimeout(max(0.001, deadline - time.monotonic()))
