@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import threading
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol, TypeVar
 
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
+LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
 Caller = TypeVar("Caller")
 
 
@@ -45,6 +47,28 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
             raise ConnectionResetError("end of the connection")
         read += part
     return bytes(read)
+
+
+def callers(
+    listener: socket.socket, closed: threading.Event, warn: Callable[[str | None], None]
+) -> Iterator[tuple[socket.socket, tuple[str, int]] | None]:
+    """All connections that come to a listener, and their addresses; None now and then.
+
+    Args:
+        listener: where callers come.
+        closed: ends this.
+        warn: called with the reason if this machine cannot take a connection.
+    """
+    while not closed.is_set():
+        try:
+            listener.settimeout(LOOK_SECONDS)
+            connection, (host, port, *_) = listener.accept()
+            yield connection, (host, port)
+        except OSError as error:
+            if error.errno in FULL:
+                warn(error.strerror)
+                closed.wait(1.0)  # it would be tried again at once, and again
+            yield None
 
 
 def be_patient(connection: socket.socket, silent_seconds: int) -> None:

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
-from ..sockets import FULL, end, oldest_of_busiest
+from ..sockets import FULL, callers, end, oldest_of_busiest
 from ..tls import relay
 from ..tls.connections import Refused
 from .handshake import greet, introduce, proof
@@ -39,9 +39,6 @@ if TYPE_CHECKING:
 MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one
 AT_ONCE = 8  # connections to one peer that are being made
 HUNG_UP, SILENT = "has hung up", "was silent for too long"  # why a caller is not taken
-ACCEPT_SECONDS = (
-    1.0  # between two looks whether the worker has closed; some systems do not wake the thread that listens
-)
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
 NEAR_CONNECTIONS, FAR_CONNECTIONS = 2, 9  # to begin with: one for small messages, the others for large ones
@@ -202,15 +199,15 @@ class Connections:
         for thread in list(self._threads):
             thread.join()
         self._listener.close()
+        with self._lock:
+            for connection in self._greeting:
+                end(connection)
 
     def _hang_up(self) -> None:
         self._closed.set()
         end(self._listener)  # wakes the thread that listens, and refuses connections
         for attendance in self._attendances:
             attendance.close()
-        with self._lock:
-            for connection in self._greeting:
-                end(connection)
 
     def _start(self, call: Callable[[], None]) -> None:
         name = f"thinwire-{call.__name__.strip('_')}"
@@ -225,16 +222,11 @@ class Connections:
 
     def _accept(self) -> None:
         """Greet all who come, at once, so that a slow or silent one delays no other."""
-        self._listener.settimeout(ACCEPT_SECONDS)
-        while not self._closed.is_set():
-            try:
-                connection, (host, port, *_) = self._listener.accept()
-            except OSError as error:
-                if error.errno in FULL:
-                    log.warning("rank %d cannot take a connection: %s", self._rank, error.strerror)
-                    self._closed.wait(1.0)  # it would be tried again at once, and again
-                continue
-            self._greet_soon(connection, host, address_text(host, port))
+        warn = partial(log.warning, "rank %d cannot take a connection: %s", self._rank)
+        for caller in callers(self._listener, self._closed, warn):
+            if caller:
+                connection, address = caller
+                self._greet_soon(connection, address[0], address_text(*address))
 
     def _greet_soon(self, connection: socket.socket, host: str, caller: str) -> None:
         with self._lock:
@@ -268,6 +260,7 @@ class Connections:
             why = f"is not of this run: {error}"
         finally:
             with self._lock:
+                # `_greet_soon` has removed it already if it made way for others, and that ended the greeting.
                 is_sent_away = self._greeting.pop(connection, None) is None
             connection.close()
         if why and not self._closed.is_set():

@@ -21,17 +21,17 @@ import contextlib
 import errno
 import itertools
 import logging
-import select
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 from ..addresses import address_text
-from ..sockets import FULL, be_patient, end, oldest_of_busiest, read_exactly
+from ..sockets import LOOK_SECONDS, be_patient, callers, end, oldest_of_busiest, read_exactly
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -45,7 +45,6 @@ MAX_HANDSHAKES = 64
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 LOG_SECONDS = 1.0  # between two lines about refused connections
-LOOK_SECONDS = 0.5  # between two looks at the list of revoked certificates
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -129,7 +128,7 @@ class Listener:
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
-        self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
+        self._closed, self._last_line, self._unsaid = threading.Event(), 0.0, 0
         self._list, self._context = self._revoked(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
@@ -139,7 +138,7 @@ class Listener:
 
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
-        self._is_closed = True
+        self._closed.set()
         end(self._listener)  # wakes the thread
         self._listener.close()
         if self._attendance is not None:
@@ -165,15 +164,13 @@ class Listener:
         return (found.st_mtime_ns, found.st_size) if found else None
 
     def _accept(self) -> None:
-        poll = select.poll()
-        with contextlib.suppress(OSError, ValueError):  # closed
-            if self._attendance is None:
-                poll.register(self._listener, select.POLLIN)
-            while not self._is_closed:
-                is_ready = poll.poll(1000 * LOOK_SECONDS)
+        if self._attendance is not None:
+            while not self._closed.wait(LOOK_SECONDS):
                 self._look_at_the_list()
-                if is_ready:
-                    self._greet()
+        for caller in callers(self._listener, self._closed, partial(log.warning, "cannot take a connection: %s")):
+            self._look_at_the_list()
+            if caller:
+                self._talk_with(*caller)
 
     def _look_at_the_list(self) -> None:
         """If certificates were revoked, end all connections: the others connect again."""
@@ -183,18 +180,6 @@ class Listener:
                 with self._lock:
                     for connection in (*self._open, *self._greeting):
                         end(connection)
-
-    def _greet(self) -> None:
-        try:
-            connection, address = self._listener.accept()
-        except OSError as error:
-            if error.errno in FULL:
-                self._log("cannot take a connection", error.strerror)
-                time.sleep(1.0)  # it would be tried again at once, and again
-            elif self._is_closed or error.errno == errno.EINVAL:
-                raise
-            return
-        self._talk_with(connection, address[:2])
 
     def _talk_with(self, connection: socket.socket, address: tuple[str, int]) -> None:
         with self._lock:
@@ -227,7 +212,7 @@ class Listener:
                 self._open.add(raw)
             caller = f"{name_in(shown)} at {caller}" if shown else caller
             connection.sendall(ACCEPTED)
-            while not self._is_closed:
+            while not self._closed.is_set():
                 connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
                 question = read_frame(connection, self._max_bytes)
                 connection.settimeout(UNREAD_SECONDS)
