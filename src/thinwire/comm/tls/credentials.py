@@ -141,6 +141,7 @@ class Credentials:
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         server = self.context(True).wrap_bio(to_server, to_client, server_side=True)
         client = self.context(False).wrap_bio(to_client, to_server)
+        # In a handshake of TLS 1.3, each side waits for the other once.
         for side in (client, server, client, server):
             try:
                 side.do_handshake()

@@ -175,6 +175,7 @@ class Table:
             if what == b"add":
                 return self._put(key, str(int(before or b"0") + int(values[0])).encode())
             if what == b"compare":
+                # As in PyTorch's stores, a missing key is set only if nothing was expected.
                 fits = before == values[0] if before is not None else not values[0]
                 return self._put(key, values[1]) if fits else [OK, values[0] if before is None else before]
             if what == b"delete":
