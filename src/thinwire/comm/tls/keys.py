@@ -370,7 +370,8 @@ def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request:
         made, asked = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_csr(request)
         made.verify_directly_issued_by(own)
         is_ours = made.public_key() == asked.public_key() and made.subject == asked.subject
-        is_ours &= not revoked or x509.load_pem_x509_crl(revoked).is_signature_valid(own.public_key())
+        signer: Any = own.public_key()  # on an elliptic curve, for its certificate is that of the token
+        is_ours &= not revoked or x509.load_pem_x509_crl(revoked).is_signature_valid(signer)
     except Exception as error:
         raise ValueError(f"{wrong}: {error}") from None
     require(is_ours, wrong)
