@@ -23,6 +23,7 @@ from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
 from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Place
+from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, greet, introduce, proof
 from thinwire.comm.tls.connections import Refused
 
@@ -44,8 +45,8 @@ def open_pair(outsiders):
             ready.wait()
             return addresses
 
-        place = Place(*own_address())
-        with contextlib.closing(TcpChannel(rank, 2, [1 - rank], gather, place, 20.0, lambda *_: None, 1000)) as channel:
+        meeting = Meeting(rank, 2, gather, Place(*own_address()), 20.0)
+        with contextlib.closing(TcpChannel(meeting, [1 - rank], noted, 1000)) as channel:
             channel.send(1 - rank, 5)
             heard[rank] = channel.receive([1 - rank]).kind
             ready.wait()
@@ -198,8 +199,8 @@ def channel_to(timeout_seconds=5.0):
         threading.Thread(target=connect, args=(host, port, secret), daemon=True).start()
         return [own, ["127.0.0.1", 1, "", "", ""]]
 
-    place = Place(socket.AF_INET, "127.0.0.1")
-    with contextlib.closing(TcpChannel(0, 2, [1], gather, place, timeout_seconds, noted, 1000)) as channel, theirs:
+    meeting = Meeting(0, 2, gather, Place(socket.AF_INET, "127.0.0.1"), timeout_seconds)
+    with contextlib.closing(TcpChannel(meeting, [1], noted, 1000)) as channel, theirs:
         yield channel, theirs
 
 
