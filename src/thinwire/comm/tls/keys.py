@@ -28,17 +28,16 @@ import threading
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import Any, NamedTuple
-
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...algorithm import require
 from ..addresses import address_text, parse_address
 from .connections import Listener, Refused, connect_tls, read_frame, send_frame
 from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
 
 AUTHORITY_KEY, ISSUED = "authority-key.pem", "issued"
 BACK = timedelta(minutes=5)
@@ -114,6 +113,10 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     Raises:
         ValueError: the folder has files, or a name has other characters than letters, digits, ".", "_" and "-".
     """
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     place = Path(folder)
     require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     for what in (run, name):
@@ -157,6 +160,9 @@ class Issuer:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
         self._folder = Path(folder)
         path = self._folder / AUTHORITY_KEY
         require(
@@ -179,6 +185,10 @@ class Issuer:
         Raises:
             ValueError: the request is damaged, or a worker of this name has a certificate.
         """
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+        from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
+
         csr = x509.load_pem_x509_csr(request)
         require(csr.is_signature_valid, "the request for a certificate is not signed by its own key")
         name = str(csr.subject.get_attributes_for_oid(NameOID.COMMON_NAME)[0].value)
@@ -217,6 +227,9 @@ class Issuer:
         Raises:
             ValueError: no worker of this name has a certificate.
         """
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+
         names = sorted(path.stem for path in (self._folder / ISSUED).glob("*.pem"))
         require(name in names, f"no worker named {name!r} has a certificate; these have: {', '.join(names) or 'none'}")
         path, listed = self._folder / ISSUED / f"{name}.pem", self._folder / REVOKED
@@ -363,6 +376,8 @@ def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float
 
 def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request: bytes, token: Token) -> None:
     """Raise a ValueError unless the run's CA has signed this request."""
+    from cryptography import x509
+
     wrong = f"who answers at {address_text(token.host, token.port)} is not the CA of the run {token.run}"
     require(_fingerprint(authority) == token.authority, wrong)
     own = x509.load_pem_x509_certificate(authority)
@@ -379,6 +394,10 @@ def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request:
 
 def new_request(name: str) -> tuple[bytes, bytes]:
     """A new private key, and a request to sign it for a worker of this name; both PEM."""
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
     request = x509.CertificateSigningRequestBuilder().subject_name(_subject(name)).sign(key, hashes.SHA256())
     return _private(key), request.public_bytes(serialization.Encoding.PEM)
@@ -404,6 +423,9 @@ def _proof(token: Token, request: bytes) -> bytes:
 
 
 def _fingerprint(certificate: bytes) -> str:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
     try:
         return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()
     except ValueError:
@@ -411,20 +433,29 @@ def _fingerprint(certificate: bytes) -> str:
 
 
 def _name_of(certificate: bytes) -> str:
+    from cryptography import x509
+
     return str(x509.load_pem_x509_certificate(certificate).subject.rfc4514_string()).removeprefix("CN=")
 
 
 def _dated(life: timedelta) -> x509.CertificateBuilder:
+    from cryptography import x509
+
     now = datetime.now(timezone.utc)
     builder = x509.CertificateBuilder().serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - BACK).not_valid_after(now + life)
 
 
 def _subject(name: str) -> x509.Name:
+    from cryptography import x509
+    from cryptography.x509.oid import NameOID
+
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
 def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
     return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
