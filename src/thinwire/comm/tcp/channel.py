@@ -49,23 +49,19 @@ class TcpChannel(Channel):
     """
 
     def __init__(self, meeting: Meeting, peers: list[int], record: Callable[[int, int, int], None], max_bytes: int):
-        self._rank, self._timeout, self._record, self._max_bytes = (
-            meeting.rank,
-            meeting.timeout_seconds,
-            record,
-            max_bytes,
-        )
+        self._rank, self._timeout = meeting.rank, meeting.timeout_seconds
+        self._record, self._max_bytes = record, max_bytes
         self._endpoint = Endpoint(meeting, peers, is_channel=True)
         # Messages of the engine. The first one is a byte, so that all are connected when this returns.
         self._sent, self._received = ({peer: count(1) for peer in peers} for _ in range(2))
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        meetings = [
+        first = [
             self._endpoint.begin([TaggedMessage(p, 0, byte)], [TaggedMessage(p, 0, torch.empty_like(byte))])
             for p in peers
         ]
         try:
-            for meeting in meetings:
-                self._endpoint.wait(meeting)
+            for operation in first:
+                self._endpoint.wait(operation)
         except BaseException:
             self._endpoint.close(CLOSE_SECONDS)
             raise
