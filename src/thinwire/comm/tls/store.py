@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -58,15 +58,15 @@ class TlsStore(dist.Store):
     def __init__(self, address: str, port: int, timeout: timedelta, credentials: Credentials, listens: bool = False):
         super().__init__()
         self.set_timeout(timeout)
-        self.host = address
-        self._listener: Listener | None = None
-        self._table = Table() if listens else None
+        self._hang_up: Callable[[], None]
+        self.host, self._table = address, Table() if listens else None
         if self._table is not None:
-            self._listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
-            self.port = self._listener.port
+            listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
+            self.port, self._hang_up = listener.port, listener.close
             _open.add(self)
             return
-        self.port, self._client = port, Client(address, port, credentials)
+        self._client = Client(address, port, credentials)
+        self.port, self._hang_up = port, self._client.close
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
         while True:
             try:
@@ -82,10 +82,7 @@ class TlsStore(dist.Store):
     def close(self) -> None:
         """Close the connections; the keys go with the worker that listens."""
         _open.discard(self)
-        if self._listener is not None:
-            self._listener.close()
-        else:
-            self._client.close()
+        self._hang_up()
 
     def _ask(self, *question: bytes, seconds: float | None = None, is_repeatable: bool = True) -> list[bytes]:
         if self._table is not None:
