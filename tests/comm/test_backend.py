@@ -484,7 +484,7 @@ def is_encrypted_and_relayed(rank: int, folder: str, relay: str) -> None:
     joined(rank, 2, folder, 60.0)
     dist.all_reduce(x := torch.arange(100_000.0))
     assert torch.equal(x, 2 * torch.arange(100_000.0))
-    place = dist.group.WORLD.communicator._place
+    place = dist.group.WORLD.communicator._meeting.place
     assert place.credentials is not None and not place.listens
     dist.destroy_process_group()
 

@@ -21,6 +21,7 @@ from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import TcpChannel
 from thinwire.comm.tcp.connections import Place
+from thinwire.comm.tcp.endpoint import Meeting
 
 
 def everyone(comm):
@@ -229,7 +230,7 @@ def open_among(outsiders, timeout_seconds, rank_1_comes=True):
             return gather(rank, [place.host, 1, "", "", ""])
         try:
             with contextlib.closing(
-                TcpChannel(rank, 2, [1 - rank], partial(gather, rank), place, timeout_seconds, noted, 1000)
+                TcpChannel(Meeting(rank, 2, partial(gather, rank), place, timeout_seconds), [1 - rank], noted, 1000)
             ):
                 barrier.wait()
                 return time.monotonic() - began

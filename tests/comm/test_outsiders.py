@@ -9,6 +9,7 @@ import struct
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,9 @@ from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
 from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Place
-from thinwire.comm.tcp.handshake import HELLO, HUNG_UP, Greeting, introduce, proof
+from thinwire.comm.tcp.endpoint import Meeting
+from thinwire.comm.tcp.handshake import HELLO, greet, introduce, proof
+from thinwire.comm.tls.connections import Refused
 
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
@@ -42,8 +45,8 @@ def open_pair(outsiders):
             ready.wait()
             return addresses
 
-        place = Place(*own_address())
-        with contextlib.closing(TcpChannel(rank, 2, [1 - rank], gather, place, 20.0, lambda *_: None, 1000)) as channel:
+        meeting = Meeting(rank, 2, gather, Place(*own_address()), 20.0)
+        with contextlib.closing(TcpChannel(meeting, [1 - rank], noted, 1000)) as channel:
             channel.send(1 - rank, 5)
             heard[rank] = channel.receive([1 - rank]).kind
             ready.wait()
@@ -78,16 +81,17 @@ def test_outsiders_are_dropped_with_a_line_and_the_run_goes_on(monkeypatch, capl
     assert all("\n" not in line and "rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
 
 
-def test_a_connection_that_is_reset_before_a_word_has_hung_up():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        caller = socket.create_connection(server.getsockname())
-        greeting = Greeting(server.accept()[0], rank=0, secret=SECRET)
-    caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
-    caller.close()
-    while greeting.goes_on():
-        time.sleep(0.01)
-    greeting.connection.close()
-    assert greeting.why == HUNG_UP
+def test_a_connection_that_is_reset_before_a_word_has_hung_up(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+
+    def outsiders(host, port):
+        caller = socket.create_connection((host, port))
+        caller.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # `close` resets it
+        caller.close()
+
+    with caplog.at_level(logging.DEBUG, "thinwire"):
+        assert open_pair(outsiders) == {0: 5, 1: 5}
+    assert [record.levelname for record in caplog.records if "which has hung up" in record.message] == ["DEBUG"]
 
 
 def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):
@@ -118,24 +122,29 @@ def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
 
 
 def test_a_recorded_proof_is_of_no_use_and_a_listener_must_know_the_secret_too():
-    ours, theirs = socket.socketpair()
-    greeting = Greeting(ours, rank=0, secret=SECRET)
-    recorded = threading.Thread(target=introduce, args=(theirs, 1, 0, SECRET, time.monotonic() + 10), daemon=True)
-    recorded.start()
-    while greeting.goes_on():
-        time.sleep(0.01)
-    assert greeting.proven() == 1 and greeting.accept()
-    recorded.join(10)
+    soon = time.monotonic() + 10
+    (ours, line), (away, theirs) = socket.socketpair(), socket.socketpair()
+    visitor = threading.Thread(target=introduce, args=(theirs, 1, 0, SECRET, soon), daemon=True)
+    visitor.start()
+    with ThreadPoolExecutor() as pool:
+        greeted = pool.submit(greet, ours, 0, SECRET, soon)
+        away.sendall(line.recv(32))
+        recorded = away.recv(HELLO.size)
+        line.sendall(recorded)
+        peer, answer = greeted.result()
+    away.sendall(answer)
+    visitor.join(10)
+    assert peer == 1 and not visitor.is_alive()
+
     door, replayer = socket.socketpair()
-    replayed = Greeting(door, rank=0, secret=SECRET)
-    replayed._said = greeting._said
-    assert replayed.proven() is None
-    replayer.close()
+    replayer.sendall(recorded)
+    with pytest.raises(Refused, match="does not know the run's secret"):
+        greet(door, 0, SECRET, soon)
 
     impostor, visitor = socket.socketpair()
     impostor.sendall(b"n" * 32 + b"p" * 32)
     with pytest.raises(ConnectionError, match="does not know the run's secret"):
-        introduce(visitor, 1, 0, SECRET, time.monotonic() + 10)
+        introduce(visitor, 1, 0, SECRET, soon)
 
 
 def listening_addresses():
@@ -190,8 +199,8 @@ def channel_to(timeout_seconds=5.0):
         threading.Thread(target=connect, args=(host, port, secret), daemon=True).start()
         return [own, ["127.0.0.1", 1, "", "", ""]]
 
-    place = Place(socket.AF_INET, "127.0.0.1")
-    with contextlib.closing(TcpChannel(0, 2, [1], gather, place, timeout_seconds, noted, 1000)) as channel, theirs:
+    meeting = Meeting(0, 2, gather, Place(socket.AF_INET, "127.0.0.1"), timeout_seconds)
+    with contextlib.closing(TcpChannel(meeting, [1], noted, 1000)) as channel, theirs:
         yield channel, theirs
 
 

@@ -26,6 +26,7 @@ from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp import TcpCommunicator
 from thinwire.comm.tcp.channel import TcpChannel
 from thinwire.comm.tcp.connections import Place
+from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, introduce
 from thinwire.comm.tls import keys
 from thinwire.testing import check_communicator
@@ -369,7 +370,7 @@ def test_a_channel_refuses_others(run, monkeypatch, caplog):
             return told
 
         place = Place(*own_address(), Credentials(run / f"worker{rank}"))
-        channel = TcpChannel(rank, 2, [1 - rank], gather, place, 20.0, lambda *_: None, 1000)
+        channel = TcpChannel(Meeting(rank, 2, gather, place, 20.0), [1 - rank], lambda *_: None, 1000)
         with contextlib.closing(channel):
             channel.send(1 - rank, 5)
             heard[rank] = channel.receive([1 - rank]).kind

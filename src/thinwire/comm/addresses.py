@@ -7,18 +7,32 @@ import ipaddress
 import os
 import socket
 import struct
-from collections import Counter
-from collections.abc import Mapping
-from typing import TypeVar
-
-Caller = TypeVar("Caller")
 
 
-def name_of(connection: socket.socket) -> str:
-    with contextlib.suppress(OSError):
-        host, port = connection.getpeername()[:2]
-        return f"{host}:{port}"
-    return "an address that is gone"
+def parse_address(text: str) -> tuple[str, int]:
+    """Read HOST:PORT; an IPv6 address stands in brackets.
+
+    Raises:
+        ValueError: it is none.
+
+    Example:
+        >>> parse_address("relay.example.org:29600"), parse_address("[::1]:80")
+        (('relay.example.org', 29600), ('::1', 80))
+    """
+    host, _, port = text.rpartition(":")
+    if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
+        raise ValueError(f"expected HOST:PORT, such as worker.example.org:29500, got {text!r}")
+    return host.strip("[]"), int(port)
+
+
+def address_text(host: str, port: int) -> str:
+    """What `parse_address` reads.
+
+    Example:
+        >>> address_text("relay.example.org", 29600), address_text("::1", 80)
+        ('relay.example.org:29600', '[::1]:80')
+    """
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def is_contact(host: object, port: object) -> bool:
@@ -35,20 +49,6 @@ def is_contact(host: object, port: object) -> bool:
     except ValueError:
         return False
     return 0 <= int(port) < 1 << 16
-
-
-def oldest_of_busiest(callers: Mapping[Caller, str]) -> Caller:
-    """Which of too many callers has to go: the oldest one of the address that has most.
-
-    Args:
-        callers: and the addresses that they come from, the oldest first.
-
-    Example:
-        >>> oldest_of_busiest({1: "10.0.0.1", 2: "10.0.0.2", 3: "10.0.0.2"})
-        2
-    """
-    busiest = Counter(callers.values()).most_common(1)[0][0]
-    return next(caller for caller, host in callers.items() if host == busiest)
 
 
 def own_address(interface: str | None = None, meeting: str | None = None) -> tuple[socket.AddressFamily, str]:

@@ -48,6 +48,7 @@ def excerpt(value: str, start: int) -> str:
     """At most MAX_CHARS of a value, from shortly before the place where values begin to differ."""
     if len(value) <= MAX_CHARS:
         return value
+    # A quarter of the excerpt is what values have in common, so that a reader finds the place.
     begin = max(0, start - MAX_CHARS // 4)
     end = begin + MAX_CHARS
     return ("..." if begin else "") + value[begin:end] + ("..." if end < len(value) else "")
@@ -64,6 +65,7 @@ def parsed(text: bytes, rank: int) -> Any:
         CommunicationError: it is none.
     """
     try:
+        # Text that nests deeply, such as many "[", exhausts Python's stack.
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         raise CommunicationError(f"rank {rank} sent {len(text)} bytes that are no JSON: {error}") from error

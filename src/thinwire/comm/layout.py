@@ -72,9 +72,9 @@ def _reordered(comm: Communicator, order: tuple[int, ...]) -> Communicator:
         raise ValueError(f"rank {comm.rank}: {type(comm).__name__} has ranks that cannot change; leave layout out.")
     group = group_over([comm.global_ranks[rank] for rank in order])
     if isinstance(comm, TcpCommunicator):
-        if comm._place.credentials is not None:
+        if comm._meeting.place.credentials is not None:
             raise ValueError(f"rank {comm.rank}: workers with credentials keep their ranks; leave layout out.")
-        return TcpCommunicator(group, comm._timeout_seconds)
+        return TcpCommunicator(group, comm._meeting.timeout_seconds)
     return ProcessGroupCommunicator(group, comm._timeout_seconds, comm.device)
 
 

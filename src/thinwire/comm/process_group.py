@@ -32,6 +32,7 @@ from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
 from .handle import CommunicationError, reason_of
+from .ledger import Ledger
 from .side_streams import SideStreams
 
 Group = dist.ProcessGroup | dist.DeviceMesh
@@ -93,7 +94,7 @@ class ProcessGroupCommunicator(Communicator):
                 self.device = gpu
             # NCCL connects in a group's first operation, in which all ranks must take part.
             self.all_reduce(torch.zeros(1, device=gpu)).wait()
-            self.ledger = type(self.ledger)(self.size)
+            self.ledger = Ledger(self.size)
 
     def close(self) -> None:
         with self._lock:
@@ -203,9 +204,10 @@ class ProcessGroupCommunicator(Communicator):
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         from .tcp.channel import TcpChannel  # which meets over communicators like this one
         from .tcp.connections import Place
+        from .tcp.endpoint import Meeting
 
-        gather, record, place = self.gather_objects, self._record_channel, Place(*own_address())
-        return TcpChannel(self.rank, self.size, peers, gather, place, self._timeout_seconds, record, max_bytes)
+        meeting = Meeting(self.rank, self.size, self.gather_objects, Place(*own_address()), self._timeout_seconds)
+        return TcpChannel(meeting, peers, self._record_channel, max_bytes)
 
     def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:

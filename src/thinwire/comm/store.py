@@ -37,10 +37,7 @@ def listening_store(
     if credentials is not None:
         return TlsStore(address, port, timeout, credentials, listens=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    with socket.socket(family) as listener:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(1024)
+    with socket.create_server((address, port), family=family, backlog=1024) as listener:
         port = listener.getsockname()[1]
         return dist.TCPStore(
             address,
@@ -68,11 +65,6 @@ def connected_store(
     if credentials is not None:
         return TlsStore(address, port, timeout, credentials)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
-
-
-def part_of(store: dist.Store, prefix: str) -> dist.Store:
-    """The part of a store whose keys have a prefix."""
-    return store.part(prefix) if isinstance(store, TlsStore) else dist.PrefixStore(prefix, store)
 
 
 def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:

@@ -19,6 +19,7 @@ from helpers.program import programs, wait_until
 from helpers.traffic import connections
 
 from thinwire.comm import CommunicationError, Credentials
+from thinwire.comm.addresses import parse_address
 from thinwire.comm.tcp import TcpCommunicator, is_available
 from thinwire.comm.tcp.connections import Contact
 from thinwire.comm.tls import relay
@@ -146,7 +147,7 @@ def test_it_tells_where_a_worker_comes_from(server):
 @pytest.mark.parametrize("text", ["host", "host:", ":80", "host:65536", "host:-1", "host:8o"])
 def test_addresses_are_checked(text):
     with pytest.raises(ValueError, match="expected HOST:PORT"):
-        relay.parse_address(text)
+        parse_address(text)
 
 
 # ---- who connects with whom ----
@@ -315,7 +316,7 @@ def test_training_goes_through_the_relay(tmp_path, server):
 def test_the_command_forwards_until_ctrl_c(tmp_path):
     with programs(relay_command, [(["--bind", "127.0.0.1:0"],)], tmp_path) as (program,):
         program.wait_until(lambda: "the relay listens at 127.0.0.1:" in program.stderr, "the line")
-        address = relay.parse_address(program.stderr.split()[-1])
+        address = parse_address(program.stderr.split()[-1])
         assert own_address_at(address) == "127.0.0.1"
         program.send_signal(signal.SIGINT)
         program.wait(60)

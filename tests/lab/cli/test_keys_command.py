@@ -49,7 +49,7 @@ def test_the_keys_of_two_machines_and_a_run_of_both(tmp_path):
     [
         ("keys new", "expected: thinwire keys new FOLDER"),
         ("keys token first", "expected: thinwire keys token FOLDER HOST:PORT"),
-        ("keys token first nowhere", "expected an address HOST:PORT, got 'nowhere'"),
+        ("keys token first nowhere", "expected HOST:PORT, such as worker.example.org:29500, got 'nowhere'"),
         ("keys token second 127.0.0.1:0", "second has no authority-key.pem: the CA is in the folder"),
         ("keys join third thinwire.abc", "this is no join token, or a part of it is missing"),
         ("keys join first TOKEN", "first has files already; choose another folder"),

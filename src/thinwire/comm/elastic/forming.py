@@ -18,14 +18,14 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ..addresses import own_address
+from ..addresses import own_address, parse_address
 from ..compare import ABSENT, excerpt, fingerprint, parsed
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut
 from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
-from ..tls.relay import host_at, own_address_at, parse_address
+from ..tls.relay import host_at, own_address_at
 from ..tls.store import TlsStore
 from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups

@@ -29,11 +29,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
-from ..addresses import own_address
+from ..addresses import address_text, own_address, parse_address
 from ..handle import CommunicationError
-from ..store import connected_store, part_of
+from ..store import connected_store
 from ..tls.connections import Listener
-from ..tls.credentials import Credentials, parsed_address
+from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
 from .quorums import MAX_WORKERS, QuorumClient, Quorums
@@ -72,21 +72,20 @@ class Lighthouse:
         credentials: Credentials | None = None,
     ):
         host = own_address()[1] if host is None else host
-        place = f"[{host}]" if ":" in host else host
         if credentials is not None:
             quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
             listener = Listener(host, port, credentials, quorums.answer)
-            self.address, self.close = f"https://{place}:{listener.port}", listener.close
+            self.address, self.close = f"https://{address_text(host, listener.port)}", listener.close
             return
         server: Any = _module("torchft.coordination").LighthouseServer(
-            bind=f"{place}:{port}",
+            bind=address_text(host, port),
             min_replicas=min_workers,
             join_timeout_ms=round(1000 * join_seconds),
             quorum_tick_ms=50,
             heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
         )
         # torchft gives the machine's name, which need not resolve.
-        self.address = f"http://{place}:{server.address().rsplit(':', 1)[1]}"
+        self.address = f"http://{address_text(host, int(server.address().rsplit(':', 1)[1]))}"
         self.close = server.shutdown
 
     close: Callable[[], None]
@@ -148,8 +147,8 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
         OSError, RuntimeError: it does not answer.
     """
     address, _, prefix = place.partition("/")
-    host, port = parsed_address(address)
-    return part_of(connected_store(host, port, limit, credentials), prefix)
+    host, port = parse_address(address)
+    return dist.PrefixStore(prefix, connected_store(host, port, limit, credentials))
 
 
 class Asker:

@@ -22,8 +22,9 @@ from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ..addresses import parse_address
 from ..tls.connections import Client, Refused
-from ..tls.credentials import Credentials, parsed_address
+from ..tls.credentials import Credentials
 from .claims import MAX_TEXT
 
 MAX_WORKERS, MAX_CLAIM_BYTES = 1024, 2048
@@ -150,7 +151,7 @@ class QuorumClient:
     """
 
     def __init__(self, address: str, credentials: Credentials, seconds: float):
-        host, port = parsed_address(address.removeprefix("https://").rstrip("/"))
+        host, port = parse_address(address.removeprefix("https://").rstrip("/"))
         self._client = Client(host, port, credentials)
         deadline = time.monotonic() + seconds
         while True:

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from ... import debug
+from ..addresses import parse_address
 from ..handle import CommunicationError, reason_of
 from ..tls.connections import Client, Refused
-from ..tls.credentials import Credentials, parsed_address
+from ..tls.credentials import Credentials
 from .snapshot import FAILED, OK, WAIT, Manifest, root_of
 
 STREAMS = 4
@@ -82,7 +83,7 @@ class Transfer:
     ):
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
         self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record
-        self._clients = {s: Client(*parsed_address(s.address), credentials) for s in sources}
+        self._clients = {s: Client(*parse_address(s.address), credentials) for s in sources}
         self._manifests: dict[Source, dict[str, Manifest]] = {}
 
     def close(self) -> None:

@@ -11,7 +11,8 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple, NoReturn
+from itertools import count
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -21,8 +22,7 @@ from .. import channel, check
 from ..buffers import as_bytes
 from ..channel import HEADER_BYTES, Channel
 from ..handle import CommunicationError
-from .connections import Place
-from .endpoint import CLOSE_SECONDS, Endpoint, TaggedMessage
+from .endpoint import CLOSE_SECONDS, Endpoint, Meeting, TaggedMessage
 
 HEADER = struct.Struct("<qB")  # bytes of the payload, and kind
 
@@ -40,7 +40,7 @@ class TcpChannel(Channel):
     """Messages over connections of our own. All workers construct it together.
 
     Args:
-        rank, size, peers, gather, place, timeout_seconds: see `Endpoint`.
+        meeting, peers: see `Endpoint`.
         record: called with (messages, bytes_sent, bytes_received) for everything that is sent or received.
         max_bytes: of the payload of a message; a peer that announces more is treated as one that has failed.
 
@@ -48,29 +48,20 @@ class TcpChannel(Channel):
         CommunicationError: a peer did not connect within the time limit.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        peers: list[int],
-        gather: Callable[[list[Any]], list[Any]],
-        place: Place,
-        timeout_seconds: float,
-        record: Callable[[int, int, int], None],
-        max_bytes: int,
-    ):
-        self._rank, self._timeout, self._record, self._max_bytes = rank, timeout_seconds, record, max_bytes
-        self._endpoint = Endpoint(rank, size, peers, gather, place, timeout_seconds, is_channel=True)
+    def __init__(self, meeting: Meeting, peers: list[int], record: Callable[[int, int, int], None], max_bytes: int):
+        self._rank, self._timeout = meeting.rank, meeting.timeout_seconds
+        self._record, self._max_bytes = record, max_bytes
+        self._endpoint = Endpoint(meeting, peers, is_channel=True)
         # Messages of the engine. The first one is a byte, so that all are connected when this returns.
-        self._sent, self._received = dict.fromkeys(peers, 1), dict.fromkeys(peers, 1)
+        self._sent, self._received = ({peer: count(1) for peer in peers} for _ in range(2))
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
-        meetings = [
+        first = [
             self._endpoint.begin([TaggedMessage(p, 0, byte)], [TaggedMessage(p, 0, torch.empty_like(byte))])
             for p in peers
         ]
         try:
-            for meeting in meetings:
-                self._endpoint.wait(meeting)
+            for operation in first:
+                self._endpoint.wait(operation)
         except BaseException:
             self._endpoint.close(CLOSE_SECONDS)
             raise
@@ -85,8 +76,7 @@ class TcpChannel(Channel):
         check.message(self._rank, peer, body.numel(), self._max_bytes)
         header = torch.frombuffer(bytearray(HEADER.pack(body.numel(), kind)), dtype=torch.uint8)
         parts = [header, body] if body.numel() else [header]
-        messages = [TaggedMessage(peer, number, part) for number, part in enumerate(parts, self._sent[peer])]
-        self._sent[peer] += len(parts)
+        messages = [TaggedMessage(peer, next(self._sent[peer]), part) for part in parts]
         self._endpoint.wait(self._endpoint.begin(messages, []))
         self._record(1, HEADER_BYTES + body.numel(), 0)
 
@@ -117,8 +107,7 @@ class TcpChannel(Channel):
         self._endpoint.close()
 
     def _expect(self, peer: int, memory: Tensor, kind: int, until: float) -> None:
-        operation = self._endpoint.begin([], [TaggedMessage(peer, self._received[peer], memory)])
-        self._received[peer] += 1
+        operation = self._endpoint.begin([], [TaggedMessage(peer, next(self._received[peer]), memory)])
         self._expected[peer] = Expected(operation, memory, kind, until)
 
     def _expect_header(self, peer: int) -> None:

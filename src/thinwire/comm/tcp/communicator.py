@@ -20,8 +20,9 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,19 +31,18 @@ from torch import Tensor
 
 from ... import debug
 from .. import check
-from ..addresses import own_address
+from ..addresses import own_address, parse_address
 from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
 from ..handle import CommunicationError, Handle
-from ..ledger import broadcast_tree, ring_all_reduce_bytes
+from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from ..process_group import Group, ProcessGroupCommunicator
 from ..store import gathering, host_of
-from ..tls.relay import parse_address
 from .channel import TcpChannel
 from .connections import Place
-from .endpoint import CLOSE_SECONDS, Endpoint, TaggedMessage
+from .endpoint import CLOSE_SECONDS, Endpoint, Meeting, TaggedMessage
 from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class TcpCommunicator(Communicator):
     ):
         with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
             place = Place(*own_address(interface), credentials)
-            self._join(meeting.rank, meeting.size, meeting.gather_objects, timeout_seconds, place)
+            self._join(Meeting(meeting.rank, meeting.size, meeting.gather_objects, place, timeout_seconds))
             self.global_ranks = meeting.global_ranks
             meeting.barrier()  # all are connected
 
@@ -156,28 +156,21 @@ class TcpCommunicator(Communicator):
         place = Place(*own, credentials, listens, None if relay is None else parse_address(relay))
         comm = cls.__new__(cls)
         comm.limit_seconds = limit
-        comm._join(rank, size, gather, timeout_seconds, place)
+        comm._join(Meeting(rank, size, gather, place, timeout_seconds))
         comm.limit_seconds = math.inf
         return comm
 
-    def _join(
-        self,
-        rank: int,
-        size: int,
-        gather: Callable[[list[Any]], list[Any]],
-        timeout_seconds: float,
-        place: Place,
-    ) -> None:
-        """Connect with all others; `gather` returns what all workers passed in, in rank order."""
-        super().__init__(rank, size)
-        self._timeout_seconds, self._place = timeout_seconds, place
-        peers = [peer for peer in range(size) if peer != rank]
-        self._endpoint = Endpoint(rank, size, peers, gather, place, timeout_seconds)
+    def _join(self, meeting: Meeting) -> None:
+        """Connect with all others."""
+        super().__init__(meeting.rank, meeting.size)
+        self._meeting = meeting._replace(gather=self.gather_objects)  # for channels, which meet over this one
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._endpoint = Endpoint(meeting, peers)
         self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
-        self._sent, self._received = [0] * size, [0] * size  # messages, by peer
+        self._sent, self._received = ([count() for _ in range(self.size)] for _ in range(2))  # messages, by peer
         self._spare = Spare()
         self._later = Background("thinwire-comm")
-        self._tagged = Tagged(rank, size, self._engine, self._endpoint.begin, self._wait, timeout_seconds)
+        self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
         try:
             self.barrier()  # all are connected
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
@@ -185,13 +178,14 @@ class TcpCommunicator(Communicator):
         except (CommunicationError, ValueError):
             self._close(CLOSE_SECONDS)
             raise
-        self.ledger = type(self.ledger)(size)
+        # What connecting took is no traffic of the run.
+        self.ledger = Ledger(self.size)
 
     def another(self) -> TcpCommunicator:
         """A second communicator of the same workers, which meet over this one. All of them call it."""
         comm = type(self).__new__(type(self))
         comm.global_ranks = self.global_ranks
-        comm._join(self.rank, self.size, self.gather_objects, self._timeout_seconds, self._place)
+        comm._join(self._meeting)
         return comm
 
     def counts(self, peer: int) -> Counts:
@@ -306,25 +300,16 @@ class TcpCommunicator(Communicator):
         return start()
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
-        gather, record = self.gather_objects, self._record_channel
-        return TcpChannel(self.rank, self.size, peers, gather, self._place, self._timeout_seconds, record, max_bytes)
+        return TcpChannel(self._meeting, peers, self._record_channel, max_bytes)
 
     # ---- messages ----
 
     def _sending(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
         """The next messages to some peers, numbered; those without bytes are not sent."""
-        return self._numbered(self._sent, tensors)
+        return _numbered(self._sent, tensors)
 
     def _receiving(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
-        return self._numbered(self._received, tensors)
-
-    def _numbered(self, counts: list[int], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
-        messages = []
-        for peer, tensor in tensors.items():
-            if tensor.numel():
-                messages.append(TaggedMessage(peer, counts[peer], as_bytes(tensor)))
-                counts[peer] += 1
-        return messages
+        return _numbered(self._received, tensors)
 
     def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
         """Start an operation of the engine; returns a function that waits for it."""
@@ -345,8 +330,8 @@ class TcpCommunicator(Communicator):
         lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
         wait = self._start_all_gather([as_bytes(part) for part in lengths])
         # Numbers are taken now, and not in `_post_parts`, for the messages that follow, even if they turn out to be empty.
-        sends = [(peer, self._next(self._sent, peer)) for peer in self._others(lengths)]
-        receives = [(peer, self._next(self._received, peer)) for peer in self._others(lengths)]
+        sends = [(peer, next(self._sent[peer])) for peer in self._others(lengths)]
+        receives = [(peer, next(self._received[peer])) for peer in self._others(lengths)]
 
         def finish() -> Callable[[], None]:
             wait()
@@ -359,10 +344,6 @@ class TcpCommunicator(Communicator):
             )
 
         return self._continued(finish)
-
-    def _next(self, counts: list[int], peer: int) -> int:
-        counts[peer] += 1
-        return counts[peer] - 1
 
     def _continued(self, call: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Run `call` after the earlier ones, in the thread for what comes later; it returns what to wait for."""
@@ -464,6 +445,10 @@ def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tens
         total = operation(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
     if total is not out:
         out.copy_(total)
+
+
+def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
+    return [TaggedMessage(p, next(numbers[p]), as_bytes(tensor)) for p, tensor in tensors.items() if tensor.numel()]
 
 
 def _nothing() -> None:

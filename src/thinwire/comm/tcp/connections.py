@@ -16,20 +16,20 @@ no new ones within a few seconds, it is dead. Through a relay, only the time lim
 
 from __future__ import annotations
 
-import contextlib
-import errno
 import logging
-import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..addresses import is_contact, name_of, oldest_of_busiest
+from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
+from ..sockets import FULL, callers, end, oldest_of_busiest
 from ..tls import relay
-from .handshake import HUNG_UP, Greeting, introduce, proof
+from ..tls.connections import Refused
+from .handshake import greet, introduce, proof
 from .identity import WorkerIdentity
 
 if TYPE_CHECKING:
@@ -38,14 +38,13 @@ if TYPE_CHECKING:
 
 MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one
 AT_ONCE = 8  # connections to one peer that are being made
+HUNG_UP, SILENT = "has hung up", "was silent for too long"  # why a caller is not taken
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
 NEAR_CONNECTIONS, FAR_CONNECTIONS = 2, 9  # to begin with: one for small messages, the others for large ones
 FAR_SECONDS = 0.015  # round trip of a very long line
 REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
-FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
-Greetings: TypeAlias = "dict[int, tuple[Greeting, Session | None]]"
 GRACE_SECONDS = 5.0  # for a peer that hung up, and that this worker cannot dial, to connect again
 log = logging.getLogger("thinwire")
 
@@ -133,6 +132,7 @@ class Connections:
         port = self._listener.getsockname()[1]
         self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")
         self._closed = threading.Event()
+        self._greeting: dict[socket.socket, str] = {}  # by caller's host, the oldest first
         self._wanted = dict.fromkeys(self._peers, 0)
         self._attendances: list[relay.Attendance] = []
         self._mending: set[int] = set()
@@ -168,7 +168,9 @@ class Connections:
                 self._mend_soon(peer)
             elif self._is_relayed(peer):
                 at, token = self._at_relay(peer)
-                self._attendances.append(relay.Attendance(at, token, CONNECT_SECONDS, self._greet_soon))
+                caller = f"rank {peer} at the relay"
+                greet_soon = partial(self._greet_soon, host=caller, caller=caller)
+                self._attendances.append(relay.Attendance(at, token, CONNECT_SECONDS, greet_soon))
 
     def _reaches(self, peer: int) -> bool:
         return self._contacts[peer].is_reached_by(self._contacts[self._rank])
@@ -197,11 +199,13 @@ class Connections:
         for thread in list(self._threads):
             thread.join()
         self._listener.close()
+        with self._lock:
+            for connection in self._greeting:
+                end(connection)
 
     def _hang_up(self) -> None:
         self._closed.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread that listens, and refuses connections
+        end(self._listener)  # wakes the thread that listens, and refuses connections
         for attendance in self._attendances:
             attendance.close()
 
@@ -218,74 +222,56 @@ class Connections:
 
     def _accept(self) -> None:
         """Greet all who come, at once, so that a slow or silent one delays no other."""
-        greetings: Greetings = {}  # by descriptor, the oldest first
-        listener, poll = self._listener, select.poll()
-        with contextlib.suppress(OSError):
-            listener.setblocking(False)
-            descriptor_of_listener = listener.fileno()
-            poll.register(descriptor_of_listener, select.POLLIN)
-            while not self._closed.is_set():
-                for descriptor, _ in poll.poll():
-                    if descriptor == descriptor_of_listener:
-                        self._greet(poll, greetings)
-                    elif descriptor in greetings and not greetings[descriptor][0].goes_on():
-                        self._end_greeting(poll, greetings, descriptor)
-        for connection in (listener, *(greeting.connection for greeting, _ in greetings.values())):
-            connection.close()
+        warn = partial(log.warning, "rank %d cannot take a connection: %s", self._rank)
+        for caller in callers(self._listener, self._closed, warn):
+            if caller:
+                connection, address = caller
+                self._greet_soon(connection, address[0], address_text(*address))
 
-    def _greet(self, poll: select.poll, greetings: Greetings) -> None:
+    def _greet_soon(self, connection: socket.socket, host: str, caller: str) -> None:
+        with self._lock:
+            self._greeting[connection] = host
+            if len(self._greeting) > MAX_GREETINGS + AT_ONCE * len(self._peers):
+                oldest = oldest_of_busiest(self._greeting)
+                del self._greeting[oldest]
+                end(oldest)
+        threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True).start()
+
+    def _greet(self, connection: socket.socket, caller: str) -> None:
+        """Take the connection of a worker of the run that proves who it is; end any other."""
+        why = ""
         try:
-            connection = self._listener.accept()[0]
-        except OSError as error:
-            if error.errno in FULL:
-                log.warning("rank %d cannot take a connection: %s", self._rank, error.strerror)
-                self._closed.wait(1.0)  # it would be tried again at once, and again
-            elif self._listener.fileno() < 0 or error.errno == errno.EINVAL:
-                raise  # closed
-            return
-        with contextlib.suppress(OSError):  # it hung up at once
             session = self._session(connection, accepts=True)
-            greetings[connection.fileno()] = Greeting(connection, self._rank, self._secret, session), session
-            poll.register(connection, select.POLLIN)
-        if len(greetings) > MAX_GREETINGS + AT_ONCE * len(self._peers):
-            hosts = {at: name_of(one.connection).rpartition(":")[0] for at, (one, _) in greetings.items()}
-            self._turn_away(poll, greetings, oldest_of_busiest(hosts), "was silent for too long")
-
-    def _end_greeting(self, poll: select.poll, greetings: Greetings, descriptor: int) -> None:
-        if why := self._refusal(*greetings[descriptor]):
-            self._turn_away(poll, greetings, descriptor, why)
-            return
-        poll.unregister(descriptor)
-        self._take(*greetings.pop(descriptor))
-
-    def _refusal(self, greeting: Greeting, session: Session | None) -> str:
-        """Why a connector that has said all is not taken; empty if it is, which it then has been told."""
-        peer = greeting.proven()
-        if peer is None or peer not in self._wanted or peer in self._lost:
-            return greeting.why
-        if session and session.peer_name != self._contacts[peer].name:
-            return self._other_name(peer, session)
-        return "" if greeting.accept() else HUNG_UP
-
-    def _take(self, greeting: Greeting, session: Session | None) -> None:
-        peer = greeting.proven()
-        assert peer is not None
-        self._engine.attach(peer, greeting.connection.detach(), session)
+            stream, deadline = session or connection, time.monotonic() + HANDSHAKE_SECONDS
+            peer, answer = greet(stream, self._rank, self._secret, deadline)
+            if peer not in self._wanted or peer in self._lost:
+                raise Refused(f"is rank {peer}, which this worker does not connect with")
+            if session and session.peer_name != self._contacts[peer].name:
+                raise Refused(self._other_name(peer, session))
+            stream.sendall(answer)
+            self._engine.attach(peer, connection.detach(), session)
+        except Refused as error:
+            why = str(error)
+        except (ConnectionResetError, BrokenPipeError):
+            why = HUNG_UP
+        except TimeoutError:
+            why = SILENT
+        except OSError as error:
+            why = f"is not of this run: {error}"
+        finally:
+            with self._lock:
+                # `_greet_soon` has removed it already if it made way for others, and that ended the greeting.
+                is_sent_away = self._greeting.pop(connection, None) is None
+            connection.close()
+        if why and not self._closed.is_set():
+            why = SILENT if is_sent_away else why
+            level = logging.DEBUG if why == HUNG_UP else logging.WARNING  # a worker that ends hangs up too
+            log.log(level, "rank %d closed a connection from %s, which %s", self._rank, caller, why)
 
     def _other_name(self, peer: int, session: Session) -> str:
         return (
             f"has the certificate of {session.peer_name!r}, and not that of rank {peer}, {self._contacts[peer].name!r}"
         )
-
-    def _turn_away(self, poll: select.poll, greetings: Greetings, descriptor: int, why: str) -> None:
-        connection = greetings.pop(descriptor)[0].connection
-        poll.unregister(descriptor)
-        self._tell(name_of(connection), why)
-        connection.close()
-
-    def _tell(self, caller: str, why: str) -> None:
-        level = logging.DEBUG if why == HUNG_UP else logging.WARNING  # a worker that ends hangs up too
-        log.log(level, "rank %d closed a connection from %s, which %s", self._rank, caller, why)
 
     # ---- at the relay ----
 
@@ -293,29 +279,6 @@ class Connections:
         """The relay, and what this pair of workers shows to it."""
         assert self._relay is not None
         return self._relay, proof(self._secret, b"relay", max(peer, self._rank), min(peer, self._rank), b"")
-
-    def _greet_soon(self, connection: socket.socket) -> None:
-        threading.Thread(target=self._greet_at_relay, args=(connection,), name="thinwire-greet", daemon=True).start()
-
-    def _greet_at_relay(self, connection: socket.socket) -> None:
-        """As `_accept` does, with one that the relay has joined with this worker."""
-        deadline, poll = time.monotonic() + HANDSHAKE_SECONDS, select.poll()
-        try:
-            session = self._session(connection, accepts=True)
-            greeting = Greeting(connection, self._rank, self._secret, session)
-            poll.register(connection, select.POLLIN)
-            while (left := deadline - time.monotonic()) > 0 and not self._closed.is_set():
-                if poll.poll(1000 * min(left, 1.0)) and not greeting.goes_on():
-                    why = self._refusal(greeting, session)
-                    if why:
-                        self._tell("the relay", why)
-                    else:
-                        self._take(greeting, session)
-                    return
-        except OSError as error:
-            log.debug("rank %d: %s", self._rank, error)
-        finally:
-            connection.close()
 
     # ---- connecting ----
 
@@ -391,10 +354,10 @@ class Connections:
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):
             return f"rank {peer} cannot be reached: {error.strerror or error}"
-        host, port, *_ = self._contacts[peer]
+        where = address_text(*self._contacts[peer][:2])
         if isinstance(error, ConnectionRefusedError):
-            return f"rank {peer} has died or hung up: {host}:{port} refuses connections"
-        return f"rank {peer} cannot be reached at {host}:{port}: {error.strerror or error}"
+            return f"rank {peer} has died or hung up: {where} refuses connections"
+        return f"rank {peer} cannot be reached at {where}: {error.strerror or error}"
 
     def _connect_several(self, peer: int, missing: int) -> OSError | None:
         """Make some connections at the same time; return an error, the worst of them, if there were any."""

@@ -28,6 +28,19 @@ CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got, where this 
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 
 
+class Meeting(NamedTuple):
+    """A worker, and how it meets the others."""
+
+    rank: int
+    size: int
+    gather: Callable[[list[Any]], list[Any]]
+    """Returns what all workers passed in, in rank order."""
+    place: Place
+    """Of this worker."""
+    timeout_seconds: float
+    """How long a peer may be silent, and how long a line may be cut."""
+
+
 class TaggedMessage(NamedTuple):
     """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
 
@@ -49,11 +62,8 @@ class Endpoint:
     """Connects this worker with its peers. All workers construct it together.
 
     Args:
-        rank, size: this worker, and the number of workers.
+        meeting: of all workers.
         peers: whom to connect with; if a names b, b must name a.
-        gather: returns what all workers passed in, in rank order.
-        place: of this worker.
-        timeout_seconds: how long a peer may be silent, and how long a line may be cut.
         is_channel: whether a peer that fails is lost alone; see `native/wire/engine.hpp`.
 
     Raises:
@@ -61,16 +71,7 @@ class Endpoint:
         CommunicationError: the workers could not meet.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        peers: Sequence[int],
-        gather: Callable[[list[Any]], list[Any]],
-        place: Place,
-        timeout_seconds: float,
-        is_channel: bool = False,
-    ):
+    def __init__(self, meeting: Meeting, peers: Sequence[int], is_channel: bool = False):
         if not is_available():
             raise ValueError(
                 "our own connections need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire "
@@ -78,9 +79,10 @@ class Endpoint:
             )
         from ._engine import Engine
 
-        self.connections = Connections(rank, peers, timeout_seconds, place)
-        self.engine = Engine(rank, size, timeout_seconds, is_channel)
-        self._rank, self._timeout = rank, timeout_seconds
+        rank, size, gather, place, self._timeout = meeting
+        self.connections = Connections(rank, peers, self._timeout, place)
+        self.engine = Engine(rank, size, self._timeout, is_channel)
+        self._rank = rank
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
         self._lock = threading.Lock()
         self._forgotten = finalize(self, _end, self.engine, self.connections, os.getpid())
@@ -88,7 +90,7 @@ class Endpoint:
         try:
             said = gather([*self.connections.contact, secret])
             contacts = [
-                Contact.parsed(rank, one[:-1] if isinstance(one, list) else one) for rank, one in enumerate(said)
+                Contact.parsed(peer, one[:-1] if isinstance(one, list) else one) for peer, one in enumerate(said)
             ]
             self.connections.open(self.engine, contacts, _secret_in(said[0][-1]))
         except BaseException:

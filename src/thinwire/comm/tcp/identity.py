@@ -56,6 +56,7 @@ class WorkerIdentity:
             log.warning("credentials have changed and cannot be used, so the old ones serve: %s", error)
             return False
         finally:
+            # Also after a failure: files that cannot be used are reported once, and not at each look.
             self._versions = versions
         return True
 

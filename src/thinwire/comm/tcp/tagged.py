@@ -16,7 +16,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,10 +23,10 @@ from torch import Tensor
 
 from ..background import Background
 from ..handle import CommunicationError
-from .endpoint import TaggedMessage
+from .endpoint import Endpoint, TaggedMessage
 
 if TYPE_CHECKING:
-    from ._engine import Engine
+    pass
 
 MAX_TAG = (1 << 21) - 1
 UNASKED_BYTES = 1 << 24  # to one peer; the engine keeps four times as much for it, of all kinds of messages
@@ -39,24 +38,15 @@ class Tagged:
     """The messages with tags of one worker.
 
     Args:
-        rank, size: this worker, and the number of workers.
-        engine: moves the bytes.
-        post: starts an operation of the engine: (sends, receives) -> its number.
-        wait: waits for an operation.
+        peers: all other workers.
+        endpoint: moves the bytes.
+        wait: waits for an operation of its engine.
         timeout_seconds: how long a receiver from any source waits.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        size: int,
-        engine: Engine,
-        post: Callable[[list[TaggedMessage], list[TaggedMessage]], int],
-        wait: Callable[[int], None],
-        timeout_seconds: float,
-    ):
-        self._peers, self._engine, self._timeout = [p for p in range(size) if p != rank], engine, timeout_seconds
-        self._post, self._wait = post, wait
+    def __init__(self, peers: list[int], endpoint: Endpoint, wait: Callable[[int], None], timeout_seconds: float):
+        self._peers, self._engine, self._timeout = peers, endpoint.engine, timeout_seconds
+        self._post, self._wait = endpoint.begin, wait
         self._sent: Counter[tuple[int, int]] = Counter()  # messages, by peer and tag
         self._received: Counter[tuple[int, int]] = Counter()
         self._requests: dict[int, list[tuple[int, int]]] = {peer: [] for peer in self._peers}  # operation, bytes
@@ -84,7 +74,8 @@ class Tagged:
             self._wait(request)
             self._wait(self._post(payload, []))
 
-        return _beside(when_asked)
+        # The receiver may ask much later, so this waits in a thread of its own, which ends after the call.
+        return Background("thinwire-send").submit(when_asked).wait
 
     def start_receive(self, memory: Tensor, peer: int, tag: int) -> Callable[[], None]:
         """Receive exactly so many bytes from a peer; returns a function that waits for them."""
@@ -155,18 +146,3 @@ def _number(tag: int, kind: int, index: int) -> int:
 
 def _byte() -> Tensor:
     return torch.zeros(1, dtype=torch.uint8, device="cpu")
-
-
-def _beside(call: Callable[[], None]) -> Callable[[], Any]:
-    """Run `call` in a thread of its own, because it may wait for long."""
-    future: Future[None] = Future()
-
-    def run() -> None:
-        try:
-            call()
-            future.set_result(None)
-        except Exception as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="thinwire-send", daemon=True).start()
-    return future.result

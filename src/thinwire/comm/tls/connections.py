@@ -21,16 +21,17 @@ import contextlib
 import errno
 import itertools
 import logging
-import select
 import socket
 import ssl
 import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from ..addresses import oldest_of_busiest
+from ..addresses import address_text
+from ..sockets import LOOK_SECONDS, be_patient, callers, end, oldest_of_busiest, read_exactly
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -44,7 +45,6 @@ MAX_HANDSHAKES = 64
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 LOG_SECONDS = 1.0  # between two lines about refused connections
-LOOK_SECONDS = 0.5  # between two looks at the list of revoked certificates
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -72,10 +72,10 @@ def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> l
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
-    (size,) = LENGTH.unpack(_read(connection, LENGTH.size))
+    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
     if size > max_bytes:
         raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
-    return list(_fields(_read(connection, size)))
+    return list(_fields(read_exactly(connection, size)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
@@ -90,16 +90,6 @@ def _fields(body: bytes) -> Iterator[bytes]:
         yield body[begin:at]
     if at < len(body):
         raise Refused(f"a frame has more than {MAX_FIELDS} fields")
-
-
-def _read(connection: socket.socket, size: int) -> bytes:
-    read = bytearray()
-    while len(read) < size:
-        part = connection.recv(size - len(read))
-        if not part:
-            raise ConnectionResetError("end of the connection")
-        read += part
-    return bytes(read)
 
 
 # ---- the side that listens ----
@@ -138,7 +128,7 @@ class Listener:
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
-        self._is_closed, self._last_line, self._unsaid = False, 0.0, 0
+        self._closed, self._last_line, self._unsaid = threading.Event(), 0.0, 0
         self._list, self._context = self._revoked(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
@@ -148,9 +138,8 @@ class Listener:
 
     def close(self, seconds: float = 0.0) -> None:
         """Listen no more, and end all connections, those that were accepted after so many seconds at the latest."""
-        self._is_closed = True
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._closed.set()
+        end(self._listener)  # wakes the thread
         self._listener.close()
         if self._attendance is not None:
             self._attendance.close()
@@ -159,7 +148,7 @@ class Listener:
             time.sleep(0.01)
         with self._lock:
             for connection in (*self._open, *self._greeting):
-                _end(connection)
+                end(connection)
 
     def _new_context(self) -> ssl.SSLContext | None:
         if self._credentials is None:
@@ -175,15 +164,13 @@ class Listener:
         return (found.st_mtime_ns, found.st_size) if found else None
 
     def _accept(self) -> None:
-        poll = select.poll()
-        with contextlib.suppress(OSError, ValueError):  # closed
-            if self._attendance is None:
-                poll.register(self._listener, select.POLLIN)
-            while not self._is_closed:
-                is_ready = poll.poll(1000 * LOOK_SECONDS)
+        if self._attendance is not None:
+            while not self._closed.wait(LOOK_SECONDS):
                 self._look_at_the_list()
-                if is_ready:
-                    self._greet()
+        for caller in callers(self._listener, self._closed, partial(log.warning, "cannot take a connection: %s")):
+            self._look_at_the_list()
+            if caller:
+                self._talk_with(*caller)
 
     def _look_at_the_list(self) -> None:
         """If certificates were revoked, end all connections: the others connect again."""
@@ -192,34 +179,22 @@ class Listener:
                 self._context, self._list = self._new_context(), now
                 with self._lock:
                     for connection in (*self._open, *self._greeting):
-                        _end(connection)
-
-    def _greet(self) -> None:
-        try:
-            connection, address = self._listener.accept()
-        except OSError as error:
-            if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
-                self._log("cannot take a connection", error.strerror)
-                time.sleep(1.0)  # it would be tried again at once, and again
-            elif self._is_closed or error.errno == errno.EINVAL:
-                raise
-            return
-        self._talk_with(connection, address[:2])
+                        end(connection)
 
     def _talk_with(self, connection: socket.socket, address: tuple[str, int]) -> None:
         with self._lock:
             self._greeting[connection] = address[0]
             if len(self._greeting) > MAX_HANDSHAKES:
-                _end(oldest_of_busiest(self._greeting))
+                end(oldest_of_busiest(self._greeting))
         threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""
-        caller = f"{address[0]}:{address[1]}"
+        caller = address_text(*address)
         connection: socket.socket | None = None
         try:
             with contextlib.suppress(OSError):
-                patient(raw)
+                be_patient(raw, SILENT_SECONDS)
             # It goes over a duplicate of the socket, so that others may end it by `raw`: `ssl` takes over the other one.
             copy = raw.dup()
             copy.settimeout(HANDSHAKE_SECONDS)
@@ -237,7 +212,7 @@ class Listener:
                 self._open.add(raw)
             caller = f"{name_in(shown)} at {caller}" if shown else caller
             connection.sendall(ACCEPTED)
-            while not self._is_closed:
+            while not self._closed.is_set():
                 connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
                 question = read_frame(connection, self._max_bytes)
                 connection.settimeout(UNREAD_SECONDS)
@@ -253,7 +228,7 @@ class Listener:
             with self._lock:
                 self._greeting.pop(raw, None)
                 self._open.discard(raw)
-            _end(raw)
+            end(raw)
             raw.close()
             if connection is not None:
                 connection.close()
@@ -309,22 +284,6 @@ def listening_socket(host: str, port: int) -> socket.socket:
         return socket.create_server(("", port), family=family, backlog=1024)
 
 
-def patient(connection: socket.socket) -> None:
-    """Send small messages at once, and notice a peer that is gone without a word."""
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * SILENT_SECONDS)
-        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 6)):
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _end(connection: socket.socket) -> None:
-    """End a connection that another thread may be waiting for."""
-    with contextlib.suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 # ---- the side that connects ----
 
 
@@ -337,10 +296,10 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     """
     deadline = time.monotonic() + seconds
     at, raw = relay.relay_of(host), relay.dial(host, port, seconds)
-    where = f"{host}:{port}" if at is None else f"who waits at the relay {at[0]}:{at[1]}"
+    where = address_text(host, port) if at is None else f"who waits at the relay {address_text(*at)}"
     connection = None
     try:
-        patient(raw)
+        be_patient(raw, SILENT_SECONDS)
         raw.settimeout(max(0.001, deadline - time.monotonic()))
         connection = raw if context is None else context.wrap_socket(raw)
         connection.settimeout(max(0.001, deadline - time.monotonic()))

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithm import require
+from ..addresses import parse_address
 
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
 REVOKED, ADDRESS, VARIABLE = "revoked.pem", "address", "THINWIRE_CREDENTIALS"
@@ -106,7 +107,7 @@ class Credentials:
             ValueError: the file is damaged.
         """
         path = Path(self.folder) / ADDRESS
-        return parsed_address(path.read_text().strip()) if path.is_file() else None
+        return parse_address(path.read_text().strip()) if path.is_file() else None
 
     def context(self, server: bool) -> ssl.SSLContext:
         """The settings of one side of a connection: TLS 1.3, and the other side must show a certificate of the run.
@@ -140,6 +141,7 @@ class Credentials:
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         server = self.context(True).wrap_bio(to_server, to_client, server_side=True)
         client = self.context(False).wrap_bio(to_client, to_server)
+        # In a handshake of TLS 1.3, each side waits for the other once.
         for side in (client, server, client, server):
             try:
                 side.do_handshake()
@@ -154,18 +156,3 @@ class Credentials:
 def name_in(shown: dict[str, Any]) -> str:
     """The name of the worker in a certificate, as `getpeercert` gives it."""
     return str(dict(pair for part in shown.get("subject", ()) for pair in part).get("commonName", ""))
-
-
-def parsed_address(address: str) -> tuple[str, int]:
-    """Host and port of "host:port".
-
-    Raises:
-        ValueError: it is none.
-
-    Example:
-        >>> parsed_address("[2001:db8::1]:29500")
-        ('2001:db8::1', 29500)
-    """
-    host, _, port = address.rpartition(":")
-    require(bool(host) and port.isdecimal() and int(port) < 1 << 16, f"expected an address HOST:PORT, got {address!r}")
-    return host.strip("[]"), int(port)

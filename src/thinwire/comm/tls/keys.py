@@ -28,12 +28,16 @@ import threading
 import time
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ...algorithm import require
+from ..addresses import address_text, parse_address
 from .connections import Listener, Refused, connect_tls, read_frame, send_frame
-from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials, parsed_address
+from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials
+
+if TYPE_CHECKING:
+    from cryptography import x509
+    from cryptography.hazmat.primitives.asymmetric import ec
 
 AUTHORITY_KEY, ISSUED = "authority-key.pem", "issued"
 BACK = timedelta(minutes=5)
@@ -109,7 +113,10 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     Raises:
         ValueError: the folder has files, or a name has other characters than letters, digits, ".", "_" and "-".
     """
-    x509, ec, hashes, serialization = _crypto()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     place = Path(folder)
     require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     for what in (run, name):
@@ -117,12 +124,12 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     place.mkdir(parents=True, exist_ok=True)
     os.chmod(place, 0o700)
     key = ec.generate_private_key(ec.SECP256R1())
-    subject, public = _subject(x509, run), key.public_key()
+    subject, public = _subject(run), key.public_key()
     usage = dict.fromkeys(
         ("digital_signature", "content_commitment", "key_encipherment", "data_encipherment", "key_agreement"), False
     )
     made = (
-        _dated(x509, AUTHORITY_LIFE)
+        _dated(AUTHORITY_LIFE)
         .subject_name(subject)
         .issuer_name(subject)
         .public_key(public)
@@ -153,7 +160,9 @@ class Issuer:
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
-        x509, _, _, serialization = _crypto()
+        from cryptography import x509
+        from cryptography.hazmat.primitives import serialization
+
         self._folder = Path(folder)
         path = self._folder / AUTHORITY_KEY
         require(
@@ -166,11 +175,6 @@ class Issuer:
         self._own = x509.load_pem_x509_certificate(self.certificate)
         self._lock = threading.Lock()
 
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of the CA's certificate, hexadecimal."""
-        return _fingerprint(self.certificate)
-
     def sign(self, request: bytes, days: float) -> bytes:
         """The certificate for a request.
 
@@ -181,7 +185,8 @@ class Issuer:
         Raises:
             ValueError: the request is damaged, or a worker of this name has a certificate.
         """
-        x509, _, hashes, serialization = _crypto()
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
         csr = x509.load_pem_x509_csr(request)
@@ -195,8 +200,8 @@ class Issuer:
                 f"a worker named {name} has a certificate already; choose another --name, or revoke it",
             )
             made = (
-                _dated(x509, timedelta(days=days))
-                .subject_name(_subject(x509, name))  # and nothing else that the request asks for
+                _dated(timedelta(days=days))
+                .subject_name(_subject(name))  # and nothing else that the request asks for
                 .issuer_name(self._own.subject)
                 .public_key(csr.public_key())
                 .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
@@ -211,7 +216,7 @@ class Issuer:
                 .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
                 .sign(self._key, hashes.SHA256())
             )
-            pem: bytes = made.public_bytes(serialization.Encoding.PEM)
+            pem = made.public_bytes(serialization.Encoding.PEM)
             path.parent.mkdir(exist_ok=True)
             _write(path, pem)
             return pem
@@ -222,7 +227,9 @@ class Issuer:
         Raises:
             ValueError: no worker of this name has a certificate.
         """
-        x509, _, hashes, serialization = _crypto()
+        from cryptography import x509
+        from cryptography.hazmat.primitives import hashes, serialization
+
         names = sorted(path.stem for path in (self._folder / ISSUED).glob("*.pem"))
         require(name in names, f"no worker named {name!r} has a certificate; these have: {', '.join(names) or 'none'}")
         path, listed = self._folder / ISSUED / f"{name}.pem", self._folder / REVOKED
@@ -269,7 +276,7 @@ class Admission:
         require(count >= 1 and hours > 0, f"tokens are 1 or more for some hours, got {count} for {hours:g}")
         self._issuer, self._days, self._folder = Issuer(folder), days, Path(folder)
         credentials = Credentials(folder)
-        host, port = parsed_address(address)
+        host, port = parse_address(address)
         self.joined: list[str] = []
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._open: list[Token] = []
@@ -277,20 +284,11 @@ class Admission:
             self._listener = Listener(host, port, credentials, self._answer, asks_all=True)
         except OSError as error:
             raise ValueError(f"cannot listen at {address}: {error.strerror or error}; choose another") from None
+        run, port, authority = credentials.run, self._listener.port, _fingerprint(self._issuer.certificate)
         until = int(time.time() + 3600 * hours)
-        self.tokens = [
-            Token(
-                credentials.run,
-                host,
-                self._listener.port,
-                self._issuer.fingerprint,
-                secrets.token_hex(SECRET_BYTES),
-                until,
-            )
-            for _ in range(count)
-        ]
+        self.tokens = [Token(run, host, port, authority, secrets.token_hex(SECRET_BYTES), until) for _ in range(count)]
         self._open += self.tokens
-        _write(self._folder / ADDRESS, f"{address.rpartition(':')[0]}:{self._listener.port}\n".encode())
+        _write(self._folder / ADDRESS, f"{address_text(host, port)}\n".encode())
 
     def wait(self, seconds: float | None = None) -> bool:
         """Wait for the next worker to join, or until the tokens have expired; returns whether any token is left."""
@@ -346,14 +344,13 @@ def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float
     place = Path(folder)
     require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     _check_name(name)
-    require(
-        time.time() < token.until, f"the token expired at {_when(token.until)}; ask for a new one: thinwire keys token"
-    )
+    expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(token.until))
+    require(time.time() < token.until, f"the token expired at {expires}; ask for a new one: thinwire keys token")
     key, request = new_request(name)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it shows below what it has signed with
     context.minimum_version = ssl.TLSVersion.TLSv1_3
-    where = f"[{token.host}]:{token.port}" if ":" in token.host else f"{token.host}:{token.port}"
+    where = address_text(token.host, token.port)
     try:
         with connect_tls(token.host, token.port, context, seconds) as connection:
             send_frame(connection, request, _proof(token, request))
@@ -379,15 +376,17 @@ def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float
 
 def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request: bytes, token: Token) -> None:
     """Raise a ValueError unless the run's CA has signed this request."""
-    x509, _, _, _ = _crypto()
-    wrong = f"who answers at {token.host}:{token.port} is not the CA of the run {token.run}"
+    from cryptography import x509
+
+    wrong = f"who answers at {address_text(token.host, token.port)} is not the CA of the run {token.run}"
     require(_fingerprint(authority) == token.authority, wrong)
     own = x509.load_pem_x509_certificate(authority)
     try:
         made, asked = x509.load_pem_x509_certificate(certificate), x509.load_pem_x509_csr(request)
         made.verify_directly_issued_by(own)
         is_ours = made.public_key() == asked.public_key() and made.subject == asked.subject
-        is_ours &= not revoked or x509.load_pem_x509_crl(revoked).is_signature_valid(own.public_key())
+        signer: Any = own.public_key()  # on an elliptic curve, for its certificate is that of the token
+        is_ours &= not revoked or x509.load_pem_x509_crl(revoked).is_signature_valid(signer)
     except Exception as error:
         raise ValueError(f"{wrong}: {error}") from None
     require(is_ours, wrong)
@@ -395,9 +394,12 @@ def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request:
 
 def new_request(name: str) -> tuple[bytes, bytes]:
     """A new private key, and a request to sign it for a worker of this name; both PEM."""
-    x509, ec, hashes, serialization = _crypto()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
     key = ec.generate_private_key(ec.SECP256R1())
-    request = x509.CertificateSigningRequestBuilder().subject_name(_subject(x509, name)).sign(key, hashes.SHA256())
+    request = x509.CertificateSigningRequestBuilder().subject_name(_subject(name)).sign(key, hashes.SHA256())
     return _private(key), request.public_bytes(serialization.Encoding.PEM)
 
 
@@ -421,37 +423,42 @@ def _proof(token: Token, request: bytes) -> bytes:
 
 
 def _fingerprint(certificate: bytes) -> str:
-    x509, _, hashes, _ = _crypto()
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes
+
     try:
-        digest: bytes = x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256())
+        return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()
     except ValueError:
         return ""
-    return digest.hex()
 
 
 def _name_of(certificate: bytes) -> str:
-    x509, _, _, _ = _crypto()
+    from cryptography import x509
+
     return str(x509.load_pem_x509_certificate(certificate).subject.rfc4514_string()).removeprefix("CN=")
 
 
-def _dated(x509: ModuleType, life: timedelta) -> Any:
+def _dated(life: timedelta) -> x509.CertificateBuilder:
+    from cryptography import x509
+
     now = datetime.now(timezone.utc)
     builder = x509.CertificateBuilder().serial_number(x509.random_serial_number())
     return builder.not_valid_before(now - BACK).not_valid_after(now + life)
 
 
-def _subject(x509: ModuleType, name: str) -> Any:
+def _subject(name: str) -> x509.Name:
+    from cryptography import x509
     from cryptography.x509.oid import NameOID
 
     return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
 
 
-def _private(key: Any) -> bytes:
-    _, _, _, serialization = _crypto()
-    pem: bytes = key.private_bytes(
+def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
+    from cryptography.hazmat.primitives import serialization
+
+    return key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
     )
-    return pem
 
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
@@ -460,16 +467,3 @@ def _write(path: Path, content: bytes, secret: bool = False) -> None:
     with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
         file.write(content)
     os.replace(new, path)
-
-
-def _when(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
-
-
-def _crypto() -> tuple[ModuleType, ModuleType, ModuleType, ModuleType]:
-    """The parts of `cryptography` that are used here."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    return x509, ec, hashes, serialization

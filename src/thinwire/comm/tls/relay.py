@@ -25,6 +25,9 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from ..addresses import address_text, parse_address
+from ..sockets import be_patient, end, read_exactly
+
 MAGIC = b"thinwire"
 HELLO = struct.Struct("<8sc32s")
 WAIT, CONNECT, WHO_AM_I = b"w", b"c", b"?"
@@ -33,6 +36,7 @@ TOKEN_BYTES = 32
 ADDRESS_BYTES = 64
 
 HELLO_SECONDS = 10.0
+SILENT_SECONDS = 10  # after which a line is given up, as workers do
 CONNECT_SECONDS = 20.0  # that a connector waits for the other one
 MAX_CONNECTIONS = 2048
 MAX_UNPAIRED = 64  # from one address
@@ -141,7 +145,7 @@ class Relay:
         if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
             log.warning("the relay turned away %s, which has too many connections", address)
             return None
-        keep_alive(own.writer.get_extra_info("socket"))
+        be_patient(own.writer.get_extra_info("socket"), SILENT_SECONDS)
         magic, want, token = HELLO.unpack(await asyncio.wait_for(own.reader.readexactly(HELLO.size), HELLO_SECONDS))
         if magic == MAGIC and want == WHO_AM_I:
             own.writer.write(address.encode().ljust(ADDRESS_BYTES))
@@ -195,14 +199,6 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
     writer.write_eof()
 
 
-def keep_alive(connection: socket.socket) -> None:
-    """Give up a line that is silent for ten seconds, as workers do, and keep the entries of NATs on the way."""
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (("TCP_KEEPIDLE", 10), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 3), ("TCP_USER_TIMEOUT", 10_000)):
-        if option := getattr(socket, name, None):  # macOS lacks some
-            connection.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
 # ---- what workers call ----
 
 
@@ -215,8 +211,8 @@ def reach(relay: tuple[str, int], want: bytes, token: bytes, seconds: float) -> 
     try:
         connection = socket.create_connection(relay, seconds)
     except OSError as error:
-        raise ConnectionError(f"the relay at {relay[0]}:{relay[1]}: {error.strerror or error}") from error
-    keep_alive(connection)
+        raise ConnectionError(f"the relay at {address_text(*relay)}: {error.strerror or error}") from error
+    be_patient(connection, SILENT_SECONDS)
     connection.sendall(HELLO.pack(MAGIC, want, token))
     return connection
 
@@ -275,9 +271,9 @@ class Attendance:
     def close(self) -> None:
         """Wait no more; connections that were joined stay."""
         self._closed.set()
-        with self._lock, contextlib.suppress(OSError):
+        with self._lock:
             if self._waiting is not None:
-                self._waiting.shutdown(socket.SHUT_RDWR)  # wakes the thread
+                end(self._waiting)
 
     def _run(self) -> None:
         pause = FIRST_PAUSE
@@ -314,8 +310,7 @@ def host_at(relay: tuple[str, int]) -> str:
         >>> host_at(("relay.example.org", 29600)).partition("@")[2]
         'relay.example.org:29600'
     """
-    host, port = relay
-    return f"{secrets.token_hex(TOKEN_BYTES)}@{f'[{host}]' if ':' in host else host}:{port}"
+    return f"{secrets.token_hex(TOKEN_BYTES)}@{address_text(*relay)}"
 
 
 def relay_of(host: str) -> tuple[str, int] | None:
@@ -358,25 +353,8 @@ def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
         OSError: the relay cannot be reached, or is none.
     """
     with contextlib.closing(reach(relay, WHO_AM_I, bytes(TOKEN_BYTES), seconds)) as connection:
-        said = b""
-        while part := connection.recv(ADDRESS_BYTES - len(said)):
-            said += part
-    if len(said) != ADDRESS_BYTES:
-        raise ConnectionError(f"no relay listens at {relay[0]}:{relay[1]}")
+        try:
+            said = read_exactly(connection, ADDRESS_BYTES)
+        except ConnectionResetError:
+            raise ConnectionError(f"no relay listens at {address_text(*relay)}") from None
     return said.decode("ascii", "replace").strip()
-
-
-def parse_address(text: str) -> tuple[str, int]:
-    """Read HOST:PORT; an IPv6 address stands in brackets.
-
-    Raises:
-        ValueError: it is none.
-
-    Example:
-        >>> parse_address("relay.example.org:29600"), parse_address("[::1]:80")
-        (('relay.example.org', 29600), ('::1', 80))
-    """
-    host, _, port = text.rpartition(":")
-    if not host or not port.isascii() or not port.isdigit() or not 0 <= int(port) < 1 << 16:
-        raise ValueError(f"expected HOST:PORT, such as relay.example.org:29600, got {text!r}")
-    return host.strip("[]"), int(port)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -58,15 +58,15 @@ class TlsStore(dist.Store):
     def __init__(self, address: str, port: int, timeout: timedelta, credentials: Credentials, listens: bool = False):
         super().__init__()
         self.set_timeout(timeout)
-        self.host, self._prefix = address, b""
-        self._listener: Listener | None = None
-        self._table = Table() if listens else None
+        self._hang_up: Callable[[], None]
+        self.host, self._table = address, Table() if listens else None
         if self._table is not None:
-            self._listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
-            self.port = self._listener.port
+            listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
+            self.port, self._hang_up = listener.port, listener.close
             _open.add(self)
             return
-        self.port, self._client = port, Client(address, port, credentials)
+        self._client = Client(address, port, credentials)
+        self.port, self._hang_up = port, self._client.close
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
         while True:
             try:
@@ -79,24 +79,10 @@ class TlsStore(dist.Store):
             time.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    def part(self, prefix: str) -> TlsStore:
-        """The part of this store whose keys have a prefix. (A `PrefixStore` does not keep a store of Python alive.)"""
-        part = TlsStore.__new__(TlsStore)
-        dist.Store.__init__(part)
-        part.set_timeout(timedelta(seconds=self._seconds()))
-        part.host, part.port, part._listener, part._table = self.host, self.port, self._listener, self._table
-        part._prefix = self._prefix + f"{prefix}/".encode()
-        if self._table is None:
-            part._client = self._client
-        return part
-
     def close(self) -> None:
         """Close the connections; the keys go with the worker that listens."""
         _open.discard(self)
-        if self._listener is not None:
-            self._listener.close()
-        else:
-            self._client.close()
+        self._hang_up()
 
     def _ask(self, *question: bytes, seconds: float | None = None, is_repeatable: bool = True) -> list[bytes]:
         if self._table is not None:
@@ -111,9 +97,6 @@ class TlsStore(dist.Store):
             raise dist.DistStoreError(f"the store is full: it holds at most {MAX_TABLE_BYTES} bytes")
         return answer
 
-    def _key(self, key: str) -> bytes:
-        return self._prefix + key.encode()
-
     def _seconds(self) -> float:
         """How long to wait for a key, as `set_timeout` has it."""
         limit: timedelta = self.timeout  # type: ignore[attr-defined]  # PyTorch's types lack it
@@ -122,35 +105,35 @@ class TlsStore(dist.Store):
     # ---- what torch.distributed asks for ----
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", self._key(key), value.encode() if isinstance(value, str) else bytes(value))
+        self._ask(b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
         self.wait([key])
-        return self._ask(b"get", self._key(key))[1]
+        return self._ask(b"get", key.encode())[1]
 
     def add(self, key: str, number: int) -> int:
-        return int(self._ask(b"add", self._key(key), str(number).encode(), is_repeatable=False)[1])
+        return int(self._ask(b"add", key.encode(), str(number).encode(), is_repeatable=False)[1])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         values = (value.encode() if isinstance(value, str) else bytes(value) for value in (expected, desired))
-        return self._ask(b"compare", self._key(key), *values, is_repeatable=False)[1]
+        return self._ask(b"compare", key.encode(), *values, is_repeatable=False)[1]
 
     def check(self, keys: Sequence[str]) -> bool:
-        return self._ask(b"wait", b"0", *map(self._key, keys))[0] == OK
+        return self._ask(b"wait", b"0", *map(str.encode, keys))[0] == OK
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         limit = self._seconds() if timeout is None else timeout.total_seconds()
-        deadline, names = time.monotonic() + limit, [self._key(key) for key in keys]
+        deadline = time.monotonic() + limit
         while True:
             left = deadline - time.monotonic()
             milliseconds = math.ceil(1000 * max(0.0, min(left, WAIT_SECONDS)))
-            if self._ask(b"wait", str(milliseconds).encode(), *names, seconds=max(left, 0.1))[0] == OK:
+            if self._ask(b"wait", str(milliseconds).encode(), *map(str.encode, keys), seconds=max(left, 0.1))[0] == OK:
                 return
             if left <= 0:
                 raise dist.DistStoreError(f"wait timeout after {limit:g} seconds, keys: {', '.join(keys)}")
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"delete", self._key(key))[0] == OK
+        return self._ask(b"delete", key.encode())[0] == OK
 
     def num_keys(self) -> int:
         return int(self._ask(b"count")[1])
@@ -189,6 +172,7 @@ class Table:
             if what == b"add":
                 return self._put(key, str(int(before or b"0") + int(values[0])).encode())
             if what == b"compare":
+                # As in PyTorch's stores, a missing key is set only if nothing was expected.
                 fits = before == values[0] if before is not None else not values[0]
                 return self._put(key, values[1]) if fits else [OK, values[0] if before is None else before]
             if what == b"delete":

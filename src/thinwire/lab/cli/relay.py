@@ -23,7 +23,8 @@ class RelayOptions:
 def relay_command(options: list[str]) -> None:
     """Forward until Ctrl-C."""
     asked = parsed(RelayOptions, options, "thinwire relay")
-    from ...comm.tls.relay import Relay, parse_address
+    from ...comm.addresses import parse_address
+    from ...comm.tls.relay import Relay
 
     host, port = parse_address(asked.bind)
     try:

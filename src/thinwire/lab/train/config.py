@@ -11,7 +11,7 @@ import tyro
 
 from ...algorithm import require
 from ...attaching import strategy_of
-from ...comm.tls.relay import parse_address
+from ...comm.addresses import parse_address
 from ...comm.transport import Transport
 from ...options import require_integer, require_number
 from ...plan import Link, Network

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import own_address
-from ....comm.store import connected_store, listening_store, part_of
+from ....comm.store import connected_store, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
 from ....comm.transport import connect
@@ -183,10 +183,10 @@ def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     store.set(f"greeting/{rank}", own)
     if rank == 0:
         _tell(store, own, set(range(1, size)))
-        return part_of(store, own)
+        return dist.PrefixStore(own, store)
     word = store.get(f"answer/{own}").decode()
     store.set(f"heard/{word}/{rank}", "")
-    return part_of(store, word)
+    return dist.PrefixStore(word, store)
 
 
 def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from ....algorithm import require
 from ....comm import Communicator, Credentials
+from ....comm.addresses import address_text
 from ..config import RunConfig
 from ..device import choose_device
 from ..folder.run_folder import abandon, finished_run, held_folder
@@ -94,8 +95,7 @@ def _with_credentials(config: RunConfig) -> RunConfig:
     credentials = credentials_of(config)
     if credentials is None or credentials.address is None or config.lighthouse is not None or config.first_worker == 0:
         return config
-    host, port = credentials.address
-    return replace(config, lighthouse=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+    return replace(config, lighthouse=f"https://{address_text(*credentials.address)}")
 
 
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart) -> Path:

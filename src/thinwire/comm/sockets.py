@@ -1,0 +1,104 @@
+"""What all connections of ours have in common, whatever they carry."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol, TypeVar
+
+FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
+LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
+Caller = TypeVar("Caller")
+
+
+class Stream(Protocol):
+    """Bytes to and from another worker: a socket, or a TLS session on one."""
+
+    def recv(self, size: int, /) -> bytes: ...
+
+    def sendall(self, data: bytes | memoryview, /) -> None: ...
+
+    def settimeout(self, seconds: float, /) -> None: ...
+
+
+def read_exactly(connection: Stream, size: int, deadline: float | None = None) -> bytes:
+    """The next `size` bytes.
+
+    Args:
+        connection: to read from.
+        size: in bytes.
+        deadline: of `time.monotonic`; None for the connection's own time limit, which holds for each part that comes.
+
+    Raises:
+        ConnectionResetError: the connection ended before.
+        OSError: it failed, or the bytes did not come in time.
+    """
+    read = bytearray()
+    while len(read) < size:
+        if deadline is not None:
+            connection.settimeout(max(0.001, deadline - time.monotonic()))
+        part = connection.recv(size - len(read))
+        if not part:
+            raise ConnectionResetError("end of the connection")
+        read += part
+    return bytes(read)
+
+
+def callers(
+    listener: socket.socket, closed: threading.Event, warn: Callable[[str | None], None]
+) -> Iterator[tuple[socket.socket, tuple[str, int]] | None]:
+    """All connections that come to a listener, and their addresses; None now and then.
+
+    Args:
+        listener: where callers come.
+        closed: ends this.
+        warn: called with the reason if this machine cannot take a connection.
+    """
+    while not closed.is_set():
+        try:
+            listener.settimeout(LOOK_SECONDS)
+            connection, (host, port, *_) = listener.accept()
+            yield connection, (host, port)
+        except OSError as error:
+            if error.errno in FULL:
+                warn(error.strerror)
+                closed.wait(1.0)  # it would be tried again at once, and again
+            yield None
+
+
+def be_patient(connection: socket.socket, silent_seconds: int) -> None:
+    """Send small messages at once, and give up a peer that acknowledges nothing for so long.
+
+    Its probes also keep the entries of NATs on the way.
+    """
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    probes = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": max(3, (silent_seconds - 10) // 2)}
+    for name, value in {**probes, "TCP_USER_TIMEOUT": 1000 * silent_seconds}.items():
+        if option := getattr(socket, name, None):  # macOS lacks some
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def end(connection: socket.socket) -> None:
+    """End a connection that another thread may be waiting for."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
+
+
+def oldest_of_busiest(callers: Mapping[Caller, str]) -> Caller:
+    """Which of too many callers has to go: the oldest one of the address that has most.
+
+    Args:
+        callers: and the addresses that they come from, the oldest first.
+
+    Example:
+        >>> oldest_of_busiest({1: "10.0.0.1", 2: "10.0.0.2", 3: "10.0.0.2"})
+        2
+    """
+    busiest = Counter(callers.values()).most_common(1)[0][0]
+    return next(caller for caller, host in callers.items() if host == busiest)
