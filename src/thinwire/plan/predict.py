@@ -6,10 +6,9 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
-from typing import Any
 
 import torch
 
@@ -83,10 +82,6 @@ class Prediction:
     accuracy: str
     page: str
     is_near: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
 
 
 def predict(
