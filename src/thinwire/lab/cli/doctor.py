@@ -220,7 +220,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
     rows += [[name, *[f"{host.speeds[name] / 1e9:.3g} G/s" for host in shown]] for name in shown[0].speeds]
     columns = ["", *[f"rank {rank}" for rank in range(len(shown))]] if len(hosts) > 1 else ["", of_whom]
     left_out = f"The table has {len(shown)} of {len(hosts)} workers; --json has all." if len(hosts) > len(shown) else ""
-    print_table("Hosts", columns, rows, left_out, all_text=True)
+    print_table("Hosts", columns, rows, left_out, num_texts=len(shown))
 
 
 def _print_lines(lines: Lines) -> None:

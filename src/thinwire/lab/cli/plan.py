@@ -179,7 +179,7 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
         ["method", "step,\ns", "MB\nout", "over\nfp32", "over\nbf16", "MB\nkept", "accuracy"],
         lines,
         f"Predicted, not measured; methods within 2 % of dense training first. {verdict(predictions)}",
-        last_is_text=True,
+        num_texts=1,
     )
     print('What to type: tw.attach(model, optimizer, "..."), or thinwire train RECIPE --strategy "..."')
     width = max(len(p.method) for p in rows)
