@@ -207,7 +207,11 @@ class Engine:
         operation = Operation(events, end=self.now)
         if events:
             steps = self._ring(rank, number, action.num_bytes, operation)
-            self._after_start(rank, action, lambda: Thread(self, rank, steps))
+
+            def begin() -> None:
+                Thread(self, rank, steps)
+
+            self._after_start(rank, action, begin)
         return operation
 
     def _ring(self, rank: int, number: int, num_bytes: int, operation: Operation) -> Iterator[Operation]:
@@ -221,7 +225,7 @@ class Engine:
             self._expect(before, piece)
             yield piece
             operation.finish_part(self.now, self)
-        del self._rings[rank, number]
+        del self._rings[rank, number]  # a virtual clock plays rings as long as a training lasts
 
     # ---- the fold ----
 
