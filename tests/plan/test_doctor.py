@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
@@ -153,7 +153,7 @@ def test_hosts_with_the_same_fault_are_one_finding():
 
 def test_facts_survive_json():
     for fields in ({}, {"gpus": ("A",), "speeds": {"flops": 1e9}}):
-        assert Host.of(json.loads(json.dumps(host(1, **fields).as_dict()))) == host(1, **fields)
+        assert Host.of(json.loads(json.dumps(asdict(host(1, **fields))))) == host(1, **fields)
 
 
 def test_time_limits_follow_from_the_slowest_line_and_the_longest_round_trip():

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import ipaddress
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -99,13 +100,9 @@ class Host:
         """Whether no other host can reach the address."""
         return ipaddress.ip_address(self.address).is_loopback
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
-
     @classmethod
     def of(cls, plain: Mapping[str, Any]) -> Host:
-        """The host that `as_dict` described, after a round trip through JSON."""
+        """The host that `dataclasses.asdict` described, after a round trip through JSON."""
         interfaces = [i | {"addresses": tuple(i["addresses"])} for i in plain["interfaces"]]
         lists = {name: tuple(value) for name, value in plain.items() if isinstance(value, list)}
         return cls(**{**plain, **lists, "interfaces": tuple(Interface(**i) for i in interfaces)})
@@ -129,8 +126,8 @@ class Limit:
     why: str
 
 
-Found = Iterator[tuple[int, str, str]]
-"""Rank, what is wrong, and the remedy."""
+Found = Iterator[tuple[str, str]]
+"""What is wrong with one rank, and the remedy."""
 
 
 def findings(hosts: Sequence[Host], lines: Lines | None = None) -> list[Finding]:
@@ -144,12 +141,14 @@ def findings(hosts: Sequence[Host], lines: Lines | None = None) -> list[Finding]
         >>> findings([replace(host, max_files=64)])[0].what
         'at most 64 open files, and 1 worker needs 256'
     """
-    found = [one for rule in HOST_RULES for one in rule(hosts)]
-    found += [one for rule in LINE_RULES for one in rule(hosts, lines)] if lines is not None else []
-    merged: dict[tuple[str, str], list[int]] = {}
-    for rank, what, remedy in found:
-        merged.setdefault((what, remedy), []).append(rank)
-    return [Finding(tuple(ranks), what, remedy) for (what, remedy), ranks in merged.items()]
+    rules = [partial(rule, hosts) for rule in HOST_RULES]
+    rules += [] if lines is None else [partial(rule, hosts, lines) for rule in LINE_RULES]
+    ranks: defaultdict[tuple[str, str], list[int]] = defaultdict(list)
+    for rule in rules:
+        for rank in range(len(hosts)):
+            for found in rule(rank):
+                ranks[found].append(rank)
+    return [Finding(tuple(of), what, remedy) for (what, remedy), of in ranks.items()]
 
 
 def limits(lines: Lines, num_bytes: float) -> list[Limit]:
@@ -185,189 +184,146 @@ def limits(lines: Lines, num_bytes: float) -> list[Limit]:
 # ---- rules that need hosts alone ----
 
 
-def _few_files(hosts: Sequence[Host]) -> Found:
-    needed = OTHER_FILES + CONNECTIONS * (len(hosts) - 1)
+def _few_files(hosts: Sequence[Host], rank: int) -> Found:
+    needed, have = OTHER_FILES + CONNECTIONS * (len(hosts) - 1), hosts[rank].max_files
     workers = f"{len(hosts)} worker{'s need' if len(hosts) > 1 else ' needs'}"
-    for rank, host in enumerate(hosts):
-        if host.max_files < needed:
-            yield rank, f"at most {host.max_files} open files, and {workers} {needed}", "ulimit -n 65536 before the run"
+    if have < needed:
+        yield f"at most {have} open files, and {workers} {needed}", "ulimit -n 65536 before the run"
 
 
-def _missing_extensions(hosts: Sequence[Host]) -> Found:
-    for rank, host in enumerate(hosts):
-        if host.missing:
-            compiler = "" if host.compiler else "install a C++17 compiler such as g++, then "
-            what = f"not built: {', '.join(host.missing)}; codecs or long lines are many times slower without"
-            yield rank, what, f"{compiler}install thinwire again from its source"
+def _missing_extensions(hosts: Sequence[Host], rank: int) -> Found:
+    host = hosts[rank]
+    if host.missing:
+        compiler = "" if host.compiler else "install a C++17 compiler such as g++, then "
+        what = f"not built: {', '.join(host.missing)}; codecs or long lines are many times slower without"
+        yield what, f"{compiler}install thinwire again from its source"
 
 
-def _busy(hosts: Sequence[Host]) -> Found:
-    workers = Counter(host.name for host in hosts)
-    for rank, host in enumerate(hosts):
-        if host.load > 1.5 * max(host.cores, workers[host.name]):
-            what = f"{host.load:.0f} processes want {host.cores} core{'s' * (host.cores > 1)}"
-            yield rank, what, "stop other programs, or start fewer workers"
-        if host.memory_bytes and host.free_bytes < LEAST_MEMORY * host.memory_bytes:
-            what = f"{host.free_bytes / 1e9:.1f} of {host.memory_bytes / 1e9:.1f} GB of memory are free"
-            yield rank, what, "stop other programs, or train a smaller batch"
+def _busy(hosts: Sequence[Host], rank: int) -> Found:
+    host = hosts[rank]
+    num_workers = sum(other.name == host.name for other in hosts)
+    if host.load > 1.5 * max(host.cores, num_workers):
+        what = f"{host.load:.0f} processes want {host.cores} core{'s' * (host.cores > 1)}"
+        yield what, "stop other programs, or start fewer workers"
+    if host.memory_bytes and host.free_bytes < LEAST_MEMORY * host.memory_bytes:
+        what = f"{host.free_bytes / 1e9:.1f} of {host.memory_bytes / 1e9:.1f} GB of memory are free"
+        yield what, "stop other programs, or train a smaller batch"
 
 
-def _ports_taken(hosts: Sequence[Host]) -> Found:
-    for rank, host in enumerate(hosts):
-        for port in host.taken:
-            what = f"another program listens on port {port}, where launchers let workers meet"
-            yield rank, what, f"set MASTER_PORT to another port, such as {port + 17}"
+def _ports_taken(hosts: Sequence[Host], rank: int) -> Found:
+    for port in hosts[rank].taken:
+        what = f"another program listens on port {port}, where launchers let workers meet"
+        yield what, f"set MASTER_PORT to another port, such as {port + 17}"
 
 
-def _interfaces(hosts: Sequence[Host]) -> Found:
+def _interfaces(hosts: Sequence[Host], rank: int) -> Found:
+    host, known = hosts[rank], [i.name for i in hosts[rank].interfaces]
     several = len({host.name for host in hosts}) > 1 or not all(host.is_loopback for host in hosts)
-    for rank, host in enumerate(hosts):
-        known = ", ".join(i.name for i in host.interfaces)
-        if host.gloo_interface and host.gloo_interface not in {i.name for i in host.interfaces}:
-            yield rank, f"GLOO_SOCKET_IFNAME names {host.gloo_interface}, which is none of {known}", "name one of these"
-        elif host.is_loopback and several:
-            what = f"its address is {host.address}, which other hosts cannot reach"
-            yield rank, what, f"name the interface that reaches them with --interface or GLOO_SOCKET_IFNAME: {known}"
-        elif host.interface is not None and not host.interface.is_up:
-            yield rank, f"{host.interface.name} is down", f"ip link set dev {host.interface.name} up"
+    if host.gloo_interface and host.gloo_interface not in known:
+        what = f"GLOO_SOCKET_IFNAME names {host.gloo_interface}, which is none of {', '.join(known)}"
+        yield what, "name one of these"
+    elif host.is_loopback and several:
+        remedy = f"name the interface that reaches them with --interface or GLOO_SOCKET_IFNAME: {', '.join(known)}"
+        yield f"its address is {host.address}, which other hosts cannot reach", remedy
+    elif host.interface is not None and not host.interface.is_up:
+        yield f"{host.interface.name} is down", f"ip link set dev {host.interface.name} up"
 
 
-def _mtu(hosts: Sequence[Host]) -> Found:
-    mtus = {r: host.interface for r, host in enumerate(hosts) if host.interface is not None and not host.is_loopback}
-    usual, _ = Counter(i.mtu for i in mtus.values()).most_common(1)[0] if mtus else (0, 0)
-    if len(hosts) == 2 and mtus:  # no majority
-        usual = 1500 if 1500 in {i.mtu for i in mtus.values()} else max(i.mtu for i in mtus.values())
-    for rank, interface in mtus.items():
-        if interface.mtu != usual:
-            what = f"the MTU of {interface.name} is {interface.mtu}, and {usual} on the other hosts"
-            yield rank, what, f"ip link set dev {interface.name} mtu {usual}"
-        path = hosts[rank].path_mtu
-        if 0 < path < min(interface.mtu, usual):
-            what = f"packets of more than {path} bytes do not get through, and the MTU of {interface.name} is {interface.mtu}"
-            yield rank, what, f"ip link set dev {interface.name} mtu {path}"
+def _mtu(hosts: Sequence[Host], rank: int) -> Found:
+    host, interface = hosts[rank], hosts[rank].interface
+    if interface is None or host.is_loopback:
+        return
+    mtus = [other.interface.mtu for other in hosts if other.interface is not None and not other.is_loopback]
+    usual = Counter(mtus).most_common(1)[0][0]
+    if len(hosts) == 2:  # no majority
+        usual = 1500 if 1500 in mtus else max(mtus)
+    if interface.mtu != usual:
+        what = f"the MTU of {interface.name} is {interface.mtu}, and {usual} on the other hosts"
+        yield what, f"ip link set dev {interface.name} mtu {usual}"
+    if 0 < host.path_mtu < min(interface.mtu, usual):
+        through = f"packets of more than {host.path_mtu} bytes do not get through"
+        what = f"{through}, and the MTU of {interface.name} is {interface.mtu}"
+        yield what, f"ip link set dev {interface.name} mtu {host.path_mtu}"
 
 
-def _versions(hosts: Sequence[Host]) -> Found:
+def _versions(hosts: Sequence[Host], rank: int) -> Found:
     for name in ("thinwire", "torch", "python"):
         versions = [host.versions.get(name, "") for host in hosts]
         usual = versions[0] if len(hosts) == 2 else Counter(versions).most_common(1)[0][0]
-        for rank, version in enumerate(versions):
-            if _compared(name, version) != _compared(name, usual):
-                yield rank, f"{name} {version}, and {usual} on other hosts", f"install {name} {usual}"
+        compared = 2 if name == "python" else None  # 3.11.7 and 3.11.8 are as good as equal
+        if versions[rank].split(".")[:compared] != usual.split(".")[:compared]:
+            yield f"{name} {versions[rank]}, and {usual} on other hosts", f"install {name} {usual}"
 
 
-def _compared(name: str, version: str) -> str:
-    return ".".join(version.split(".")[:2]) if name == "python" else version
+def _nat(hosts: Sequence[Host], rank: int) -> Found:
+    host, others = hosts[rank], [other.peers for r, other in enumerate(hosts) if r != rank]
+    seen = {address for peers in others for address in peers}
+    if not host.is_loopback and others and all(others) and host.address not in seen:
+        as_others = ", ".join(sorted(seen - {host.address for host in hosts})) or "another address"
+        what = f"behind NAT: its address is {host.address}, and the others see {as_others}"
+        yield what, "join the hosts by a VPN such as WireGuard: the others cannot connect to it"
 
 
-def _nat(hosts: Sequence[Host]) -> Found:
-    own = {host.address for host in hosts}
-    for rank, host in enumerate(hosts):
-        others = [other.peers for r, other in enumerate(hosts) if r != rank]
-        if host.is_loopback or not others or not all(others):
-            continue
-        seen = {address for peers in others for address in peers}
-        if host.address not in seen:
-            as_others = ", ".join(sorted(seen - own)) or "another address"
-            what = f"behind NAT: its address is {host.address}, and the others see {as_others}"
-            yield rank, what, "join the hosts by a VPN such as WireGuard: the others cannot connect to it"
-
-
-HOST_RULES: tuple[Callable[[Sequence[Host]], Found], ...] = (
-    _interfaces,
-    _nat,
-    _mtu,
-    _versions,
-    _missing_extensions,
-    _few_files,
-    _ports_taken,
-    _busy,
-)
+HOST_RULES = (_interfaces, _nat, _mtu, _versions, _missing_extensions, _few_files, _ports_taken, _busy)
 
 
 # ---- rules that need the lines too ----
 
 
-def _slow_lines(hosts: Sequence[Host], lines: Lines) -> Found:
+def _slow_lines(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
     for verb, rate in (("sends", lines.out), ("receives", lines.into)):
-        rates = [rate(rank) for rank in range(lines.size)]
-        for rank, own in enumerate(rates):
-            usual = median(rates[:rank] + rates[rank + 1 :])
-            if own * SLOW < usual:
-                what = f"{verb} {megabits(own)}, and the others {megabits(usual)}"
-                yield rank, what, "find what else uses its line, or choose a method with fewer bytes (thinwire plan)"
+        own, usual = rate(rank), median(rate(other) for other in range(lines.size) if other != rank)
+        if own * SLOW < usual:
+            what = f"{verb} {megabits(own)}, and the others {megabits(usual)}"
+            yield what, "find what else uses its line, or choose a method with fewer bytes (thinwire plan)"
 
 
-def _losses(hosts: Sequence[Host], lines: Lines) -> Found:
-    for rank in range(lines.size):
-        row = [loss for loss in lines.loss[rank] if loss is not None]
-        is_long = max(lines.round_trip_seconds[rank]) > LONG_SECONDS
-        if max(row, default=0.0) > (LONG_LOSS if is_long else LOSS):
-            what = f"sends {100 * max(row):.2g} % of its packets to rank {row_argmax(lines, rank)} again"
-            bears = (
-                "--transport tcp, whose connections bear loss" if is_long else "look for a bad cable or a full switch"
-            )
-            yield rank, what, bears
+def _losses(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
+    worst, peer = max((loss or 0.0, -peer) for peer, loss in enumerate(lines.loss[rank]))
+    is_long = max(lines.round_trip_seconds[rank]) > LONG_SECONDS
+    if worst > (LONG_LOSS if is_long else LOSS):
+        bears, look = "--transport tcp, whose connections bear loss", "look for a bad cable or a full switch"
+        yield f"sends {100 * worst:.2g} % of its packets to rank {-peer} again", bears if is_long else look
 
 
-def row_argmax(lines: Lines, rank: int) -> int:
-    """The peer to which a worker loses most."""
-    return max((peer for _, peer in lines.pairs() if peer != rank), key=lambda peer: lines.loss[rank][peer] or 0.0)
+def _congestion(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
+    host, longest = hosts[rank], max(lines.round_trip_seconds[rank])
+    if host.congestion in ("", "bbr") or longest < LONG_SECONDS:
+        return
+    line = f"a {1e3 * longest:.0f} ms line"
+    what = f"TCP's congestion control is {host.congestion}, which slows down at each lost packet of {line}"
+    load = "" if "bbr" in host.available else "modprobe tcp_bbr && "
+    system = f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr"
+    yield what, f"--transport tcp, whose connections choose theirs; for Gloo and NCCL, {system}"
 
 
-def _congestion(hosts: Sequence[Host], lines: Lines) -> Found:
-    for rank, host in enumerate(hosts):
-        longest = max(lines.round_trip_seconds[rank])
-        if host.congestion in ("", "bbr") or longest < LONG_SECONDS:
-            continue
-        line = f"a {1e3 * longest:.0f} ms line"
-        what = f"TCP's congestion control is {host.congestion}, which slows down at each lost packet of {line}"
-        load = "" if "bbr" in host.available else "modprobe tcp_bbr && "
-        system = f"{load}sysctl -w net.ipv4.tcp_congestion_control=bbr"
-        yield rank, what, f"--transport tcp, whose connections choose theirs; for Gloo and NCCL, {system}"
+def _buffers(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
+    for verb, name, limit, pairs in (
+        ("send", "tcp_wmem", hosts[rank].send_buffer_bytes, [(rank, peer) for peer in range(lines.size)]),
+        ("receive", "tcp_rmem", hosts[rank].receive_buffer_bytes, [(peer, rank) for peer in range(lines.size)]),
+    ):
+        needed = max(2 * lines.bytes_per_second[i][j] * lines.round_trip_seconds[i][j] for i, j in pairs)
+        if 0 < limit < needed:
+            what = f"one connection may {verb} {limit / 1e6:.2g} MB ahead, and its line needs {needed / 1e6:.2g} MB"
+            most = 1 << math.ceil(math.log2(needed))
+            yield what, f"sysctl -w net.ipv4.{name}='4096 131072 {most}'"
 
 
-def _buffers(hosts: Sequence[Host], lines: Lines) -> Found:
-    for rank, host in enumerate(hosts):
-        for verb, name, limit, pairs in (
-            ("send", "tcp_wmem", host.send_buffer_bytes, [(rank, peer) for peer in range(lines.size)]),
-            ("receive", "tcp_rmem", host.receive_buffer_bytes, [(peer, rank) for peer in range(lines.size)]),
-        ):
-            needed = max(2 * lines.bytes_per_second[i][j] * lines.round_trip_seconds[i][j] for i, j in pairs)
-            if 0 < limit < needed:
-                what = f"one connection may {verb} {limit / 1e6:.2g} MB ahead, and its line needs {needed / 1e6:.2g} MB"
-                most = 1 << math.ceil(math.log2(needed))
-                yield rank, what, f"sysctl -w net.ipv4.{name}='4096 131072 {most}'"
+def _clocks(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
+    ahead = median(-lines.clock_seconds[rank][peer] for peer in range(lines.size) if peer != rank)
+    if abs(ahead) > CLOCK_SECONDS and (lines.size > 2 or rank == 1):  # of two, nobody knows which is wrong
+        what = f"its clock is {abs(ahead):.3g} s {'ahead of' if ahead > 0 else 'behind'} the others"
+        yield what, "turn on NTP, such as timedatectl set-ntp true"
 
 
-def _clocks(hosts: Sequence[Host], lines: Lines) -> Found:
-    for rank in range(lines.size):
-        ahead = median(-lines.clock_seconds[rank][peer] for peer in range(lines.size) if peer != rank)
-        if abs(ahead) > CLOCK_SECONDS and (lines.size > 2 or rank == 1):  # of two, nobody knows which is wrong
-            way = "ahead of" if ahead > 0 else "behind"
-            yield (
-                rank,
-                f"its clock is {abs(ahead):.3g} s {way} the others",
-                "turn on NTP, such as timedatectl set-ntp true",
-            )
+def _jitter(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
+    worst = max(lines.jitter_seconds[rank])
+    if worst > max(JITTER_SECONDS, max(lines.round_trip_seconds[rank])):
+        what = f"its round trips vary by {1e3 * worst:.0f} ms"
+        yield what, "find what else uses its line or its cores; methods with few rounds bear it"
 
 
-def _jitter(hosts: Sequence[Host], lines: Lines) -> Found:
-    for rank in range(lines.size):
-        worst = max(lines.jitter_seconds[rank])
-        if worst > max(JITTER_SECONDS, max(lines.round_trip_seconds[rank])):
-            what = f"its round trips vary by {1e3 * worst:.0f} ms"
-            yield rank, what, "find what else uses its line or its cores; methods with few rounds bear it"
-
-
-LINE_RULES: tuple[Callable[[Sequence[Host], Lines], Found], ...] = (
-    _slow_lines,
-    _losses,
-    _congestion,
-    _buffers,
-    _clocks,
-    _jitter,
-)
+LINE_RULES = (_slow_lines, _losses, _congestion, _buffers, _clocks, _jitter)
 
 
 def megabits(bytes_per_second: float) -> str:

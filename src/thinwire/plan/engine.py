@@ -56,33 +56,6 @@ _Channel = list[float | Operation]
 """Messages from one worker to another, in order: times of those that came too early, or operations that wait for theirs."""
 
 
-class _Channels(dict[tuple[int, int], _Channel]):
-    """The channel from each worker to each other one; folded, pairs of workers as far apart share one.
-
-    Args:
-        network: the workers.
-        fold: whether node 0 stands for all nodes.
-    """
-
-    def __init__(self, network: Network, fold: bool):
-        self._per_node, self._nodes, self._fold = network.workers_per_node, network.nodes, fold
-        self._folded: defaultdict[tuple[int, int, int], _Channel] = defaultdict(list)
-
-    def __missing__(self, pair: tuple[int, int]) -> _Channel:
-        (node, source), (other, target) = (divmod(rank, self._per_node) for rank in pair)
-        self[pair] = self._folded[source, (other - node) % self._nodes, target] if self._fold else []
-        return self[pair]
-
-
-@dataclass
-class _RingState:
-    """One worker's part of one ring: the operation, its link to the next worker, and how many pieces came."""
-
-    operation: Operation | None = None
-    arrived: int = 0
-    sent: int = 0
-
-
 @dataclass
 class _Line:
     """A FIFO line with a token bucket."""
@@ -113,8 +86,8 @@ class Engine:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._lines: defaultdict[tuple[str, int], _Line] = defaultdict(_Line)
-        self._channels = _Channels(network, fold)
-        self._rings: defaultdict[tuple[int, int], _RingState] = defaultdict(_RingState)
+        self._channels: defaultdict[tuple[int, ...], _Channel] = defaultdict(list)
+        self._rings: defaultdict[tuple[int, int], _Channel] = defaultdict(list)  # to a worker, in its ring of a number
         self._num_rings = [0] * self.workers
         self._cores = [Cores(self, network.cores) for _ in range(self.workers // network.workers_per_node)]
 
@@ -141,7 +114,7 @@ class Engine:
             return self._issue_ring(rank, action)
         operation = Operation(len(action.sends) + len(action.receives))
         for source, _ in action.receives:
-            self._expect(self._channels[source, rank], operation)
+            self._expect(self._channel(source, rank), operation)
         if operation.left == 0:
             operation.end = self.now
         else:
@@ -162,7 +135,7 @@ class Engine:
 
     def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """The messages one by one; where one line takes many, several together."""
-        size = 1 if self.workers == self.network.workers else -(-len(sends) // EVENTS)
+        size = -(-len(sends) // EVENTS) if self._is_folded else 1
         of_node = rank // self.network.workers_per_node
         for leaves, run in groupby(sends, lambda send: send[0] // self.network.workers_per_node != of_node):
             messages = list(run)
@@ -173,23 +146,14 @@ class Engine:
         group = next(groups, None)
         if group is None:
             return
-        channels = [self._channels[rank, peer] for peer, _ in group]
+        channels = [self._channel(rank, peer) for peer, _ in group]
 
         def left() -> None:
             operation.finish_part(self.now, self, len(channels))
             self._send_next(rank, groups, operation)
 
-        def arrived(end: float) -> None:
-            for channel in channels:
-                first = channel[0] if channel else None
-                if isinstance(first, Operation):
-                    channel.pop(0)
-                    first.finish_part(end, self)
-                else:
-                    channel.append(end)
-
         num_bytes = sum(num_bytes for _, num_bytes in group)
-        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), arrived), left)
+        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), channels), left)
 
     def _transmit(
         self,
@@ -197,17 +161,27 @@ class Engine:
         peer: int,
         num_bytes: float,
         messages: float,
-        arrived: Callable[[float], None],
+        channels: Sequence[_Channel],
         hops: float = 1,
     ) -> float:
-        """Put a message on the lines now; returns when it has left. `arrived` gets the time at which all of it came."""
+        """Put a message on the lines now; returns when it has left. It comes through all `channels` at once."""
         link, out, into = self._path(rank, peer)
         leaving, coming = self._rates(link, rank, peer)
         extra = messages * link.message_seconds
         begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
         taken = num_bytes / coming + extra, link.burst_bytes / coming
-        self.at(begin + hops * link.latency_seconds, lambda: arrived(into.take(self.now, *taken)[1]))
+        self.at(begin + hops * link.latency_seconds, lambda: self._arrive(channels, into.take(self.now, *taken)[1]))
         return end
+
+    def _arrive(self, channels: Sequence[_Channel], end: float) -> None:
+        """What came through these channels ends the first operation that waits there, at `end`, or waits for one."""
+        for channel in channels:
+            first = channel[0] if channel else None
+            if isinstance(first, Operation):
+                channel.pop(0)
+                first.finish_part(end, self)
+            else:
+                channel.append(end)
 
     def _rates(self, link: Link, rank: int, peer: int) -> tuple[float, float]:
         """Bytes per second out of the worker and into the peer."""
@@ -227,45 +201,44 @@ class Engine:
     # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
 
     def _issue_ring(self, rank: int, action: RingAllReduce) -> Operation:
-        size = self.network.workers
         number = self._num_rings[rank]
         self._num_rings[rank] += 1
-        steps = 2 * (size - 1)
-        events = min(steps, EVENTS)
-        operation = Operation(events)
-        if events == 0 or action.num_bytes == 0:
-            operation.left, operation.end = 0, self.now
-            return operation
-        piece, hops = steps / events * action.num_bytes / size, steps / events
+        events = min(2 * (self.network.workers - 1), EVENTS) if action.num_bytes else 0
+        operation = Operation(events, end=self.now)
+        if events:
+            steps = self._ring(rank, number, action.num_bytes, operation)
 
-        def begin() -> None:
-            state = self._rings[rank, number]
-            state.operation = operation
-            self._advance_ring(rank, number, piece, hops)
-            for _ in range(state.arrived):
-                operation.finish_part(self.now, self)
+            def begin() -> None:
+                Thread(self, rank, steps)
 
-        self._after_start(rank, action, begin)
+            self._after_start(rank, action, begin)
         return operation
 
-    def _advance_ring(self, rank: int, number: int, piece: float, hops: float) -> None:
-        state, target = self._rings[rank, number], (rank + 1) % self.workers
-        events = min(2 * (self.network.workers - 1), EVENTS)
-
-        def arrived() -> None:
-            state = self._rings[target, number]
-            state.arrived += 1
-            if state.operation is not None:
-                state.operation.finish_part(self.now, self)
-            self._advance_ring(target, number, piece, hops)
-            if state.sent == state.arrived == events:
-                del self._rings[target, number]
-
-        while state.operation is not None and state.sent <= state.arrived and state.sent < events:
-            state.sent += 1
-            self._transmit(rank, rank + 1, piece, hops, lambda end: self.at(end, arrived), hops)
+    def _ring(self, rank: int, number: int, num_bytes: int, operation: Operation) -> Iterator[Operation]:
+        """The thread of one worker's part of its ring of this number."""
+        events, size = operation.left, self.network.workers
+        hops = 2 * (size - 1) / events
+        before, after = (self._rings[of % self.workers, number] for of in (rank, rank + 1))
+        for _ in range(events):
+            self._transmit(rank, rank + 1, hops * num_bytes / size, hops, [after], hops)
+            piece = Operation(1)
+            self._expect(before, piece)
+            yield piece
+            operation.finish_part(self.now, self)
+        del self._rings[rank, number]  # a virtual clock plays rings as long as a training lasts
 
     # ---- the fold ----
+
+    @property
+    def _is_folded(self) -> bool:
+        return self.workers < self.network.workers
+
+    def _channel(self, source: int, target: int) -> _Channel:
+        """The channel from one worker to another; folded, pairs of workers as far apart share one."""
+        if not self._is_folded:
+            return self._channels[source, target]
+        (node, one), (other, two) = (divmod(rank, self.network.workers_per_node) for rank in (source, target))
+        return self._channels[one, (other - node) % self.network.nodes, two]
 
     def _path(self, rank: int, peer: int) -> tuple[Link, _Line, _Line]:
         """The link from a worker to a peer, with the sender's line and the receiver's."""
@@ -273,7 +246,7 @@ class Engine:
         node, other = rank // per_node, peer // per_node
         if node == other:
             return self.network.inner, self._lines["inner out", rank], self._lines["inner in", peer]
-        if self.workers != self.network.workers:
+        if self._is_folded:
             other = 0
         return self.network.outer, self._lines["outer out", node], self._lines["outer in", other]
 

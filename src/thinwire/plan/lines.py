@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from statistics import median
 from typing import Any
 
@@ -102,16 +102,6 @@ class Lines:
     def _typical(self, pairs: Sequence[tuple[int, int]]) -> Link:
         rate = median(self.bytes_per_second[i][j] for i, j in pairs)
         return Link(rate, median(self.round_trip_seconds[i][j] for i, j in pairs) / 2)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def of(cls, plain: Mapping[str, Any]) -> Lines:
-        """The lines that `as_dict` described, after a round trip through JSON."""
-        matrices = {name: _matrix(value) for name, value in plain.items() if name != "together"}
-        return cls(**matrices, together=Link(**plain["together"]))
 
 
 def _matrix(rows: Sequence[Sequence[Any]]) -> tuple[tuple[Any, ...], ...]:

@@ -6,10 +6,9 @@ import gc
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
-from typing import Any
 
 import torch
 
@@ -83,10 +82,6 @@ class Prediction:
     accuracy: str
     page: str
     is_near: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
 
 
 def predict(
@@ -189,7 +184,7 @@ def _predicted(
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
         forward if rhythm.in_backward else 0.0,
         speeds.seconds,
-        fold=is_even and all(len(programs) == network.workers_per_node for _, programs in buckets),
+        fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
     of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
     num_bytes = sum(program.bytes_out(network) for program in of_node)
@@ -233,24 +228,25 @@ def programs_of(
     averager, rhythm = strategy.averager, strategy.rhythm
     assert isinstance(averager, Averager), "one without rounds has no program"
     calls = [shapes * rhythm.copies] if averager.traits.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
-    if is_even:
-        made = {call: tuple(_node(averager, call, workers, workers_per_node)) for call in dict.fromkeys(calls)}
-    else:
-        ranks, like = range(workers), planned(averager, workers)
-        made = {
-            call: tuple(record(like, call, ranks, workers, workers_per_node, owned)) for call in dict.fromkeys(calls)
-        }
+    made = {call: tuple(_node(averager, call, workers, workers_per_node, is_even, owned)) for call in set(calls)}
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 
 
-def _node(averager: Averager, shapes: Sequence[torch.Size], workers: int, workers_per_node: int) -> Iterable[Program]:
+def _node(
+    averager: Averager,
+    shapes: Sequence[torch.Size],
+    workers: int,
+    workers_per_node: int,
+    is_even: bool,
+    owned: tuple[float, ...],
+) -> Iterable[Program]:
     """The programs of node 0; of all ranks if nodes differ.
 
     Where nodes do not matter, all workers do the same with peers as far away.
     """
     averager = planned(averager, workers)
-    if not is_circulant(averager, workers, workers_per_node):
-        return record(averager, shapes, range(workers), workers, workers_per_node)
+    if not is_even or not is_circulant(averager, workers, workers_per_node):
+        return record(averager, shapes, range(workers), workers, workers_per_node, owned)
     if averager.traits.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers)
         return (first.shifted(rank, workers) for rank in range(workers_per_node))

@@ -15,7 +15,7 @@ from ..average import Averager, Rule
 from ..average.mean.clip import Clip
 from ..codec import Codec, Selection, SparseParts, Traits
 from ..codec.sparse.base import Sparsifier
-from ..codec.types import Key, Size, as_list
+from ..codec.types import Size, as_list
 from ..kernels import Flag
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -98,34 +98,18 @@ class SizedCodec(Codec):
     # The public methods skip the checks of tensors and keys, and the rules of `Shapes`, which nothing in here needs: with a
     # thousand workers these take longer than the plan.
 
-    def encode(
-        self,
-        x: Tensor | Sequence[Tensor],
-        key: Key | Sequence[Key] = Key(),
-        residual: Tensor | Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def encode(self, x: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
             return self.encode_segments(as_list(x), [], None)
 
-    def decode_add(
-        self,
-        payload: Tensor,
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
-    ) -> None:
+    def decode_add(self, payload: Tensor, out: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> None:
         with torch._C.DisableTorchFunction():
-            self.decode_add_segments(payload, as_list(out), weight, [])
+            self.decode_add_segments(payload, as_list(out), weight=1.0, keys=[])
 
-    def decode_sum(
-        self,
-        payloads: Sequence[Tensor],
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
-    ) -> Flag:
+    def decode_sum(self, payloads: Sequence[Tensor], out: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> Flag:
         with torch._C.DisableTorchFunction():
-            return self.decode_sum_segments(payloads, as_list(out), weight, [])
+            self.note("decode", len(payloads) * sum(t.numel() for t in as_list(out)))
+        return True
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         sizes = [s.shape if self.codec.traits.needs_shape else s.numel() for s in segments]
@@ -134,12 +118,6 @@ class SizedCodec(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         self.note("decode", sum(out.numel() for out in outs))
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        self.note("decode", len(payloads) * sum(out.numel() for out in outs))
-        return True
 
     def segments_nbytes(self, sizes: list[Any]) -> int:
         return self._nbytes(tuple(sizes))

@@ -1,7 +1,7 @@
 """How fast codecs are, as shares of the speed of a memory copy.
 
-The table is from `docs/benchmarks.md` ("Codecs against a memory copy", one thread). Rows that nobody has measured stand in
-`ASSUMED`. `thinwire plan --measure` measures on the machine at hand.
+The table is from `docs/benchmarks.md` ("Codecs against a memory copy", one thread). Its last rows are assumed.
+`thinwire plan --measure` measures on the machine at hand.
 """
 
 from __future__ import annotations
@@ -21,17 +21,14 @@ class CopyShare(NamedTuple):
     decode: float
 
 
-MEASURED: Mapping[str, CopyShare] = MappingProxyType(
+SHARES: Mapping[str, CopyShare] = MappingProxyType(
     {
         "Cast()": CopyShare(1.03, 1.07),
         "QSGD(bits=4)": CopyShare(0.90, 1.20),
         "TopK(ratio=0.01)": CopyShare(0.72, 2.68),
         "TopK(ratio=0.001)": CopyShare(0.43, 6.80),  # with the momentum of Deep Gradient Compression
         MEMORY: CopyShare(0.67, 1.00),  # reads gradient and memory, writes their sum
-    }
-)
-ASSUMED: Mapping[str, CopyShare] = MappingProxyType(
-    {
+        # Assumed, not measured:
         "chain(TopK(ratio=0.01), QSGD(bits=4))": CopyShare(0.70, 2.60),  # hardly slower than TopK(0.01) alone
         "SignNorm()": CopyShare(0.76, 1.12),  # as QSGD of one bit
         PRODUCTS: CopyShare(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
@@ -55,7 +52,7 @@ class Speeds:
     """
 
     copy_bytes_per_second: float = 12e9
-    shares: Mapping[str, CopyShare] = field(default_factory=lambda: {**MEASURED, **ASSUMED}, hash=False)
+    shares: Mapping[str, CopyShare] = field(default_factory=lambda: SHARES, hash=False)
 
     def seconds(self, work: Work) -> float:
         """How long a piece of work takes."""

@@ -109,7 +109,7 @@ def test_codecs_mistakes_are_said_in_one_line(options, words):
         ({"strategies": ("Gossip(Mix(), overlap=True, staleness=1)",)}, "leave delay and staleness out"),
         ({"strategies": ("Gradients(Mean(QSGD(bits=9)))",)}, "bits must be"),
         ({"json": Path("/nowhere/at/all.json")}, "cannot write"),
-        ({"timeline": Path("timeline.words")}, "can be written as"),
+        ({"timeline": Path("timeline.words")}, "the file must end in"),
         ({"strategies": (), "baselines": False}, "nothing to measure"),
         ({"device": "tpu"}, "'cpu' or 'cuda'"),
         ({"device": "cuda"}, "needs a GPU"),

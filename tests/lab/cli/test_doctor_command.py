@@ -10,7 +10,6 @@ from helpers.command import TORCHRUN, python, thinwire
 
 import thinwire as tw
 from thinwire.lab.cli import main
-from thinwire.plan import Lines
 from thinwire.plan.doctor import Host
 
 QUICK = ["--seconds", "0.5", "--megabytes", "0.5", "--parameters", "1M"]
@@ -36,8 +35,8 @@ def test_two_workers_measure_their_lines_and_say_what_follows(tmp_path):
     for text in ("sends at most 0.5 MB", "to 1", "Round trip, ms", "--transport ", "--timeout:", "  method "):
         assert text in run.stdout, run.stdout
     found = json.loads(file.read_text())
-    lines = Lines.of(found["lines"])
-    assert lines.size == 2 == len(found["hosts"]) and lines.out(0) > 0
+    rates = found["lines"]["bytes_per_second"]
+    assert len(rates) == 2 == len(found["hosts"]) and rates[0][1] > 0
     assert isinstance(tw.parse(found["strategy"]), tw.strategy.Strategy)
     assert {"--timeout"} < {limit["name"] for limit in found["limits"]}
     assert all(finding["remedy"] for finding in found["findings"])

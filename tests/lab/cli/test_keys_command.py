@@ -47,8 +47,8 @@ def test_the_keys_of_two_machines_and_a_run_of_both(tmp_path):
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        ("keys new", "expected: thinwire keys new FOLDER"),
-        ("keys token first", "expected: thinwire keys token FOLDER HOST:PORT"),
+        ("keys new", "Missing from thinwire keys new: FOLDER"),
+        ("keys token first", "Missing from thinwire keys token: HOST:PORT"),
         ("keys token first nowhere", "expected HOST:PORT, such as worker.example.org:29500, got 'nowhere'"),
         ("keys token second 127.0.0.1:0", "second has no authority-key.pem: the CA is in the folder"),
         ("keys join third thinwire.abc", "this is no join token, or a part of it is missing"),
@@ -79,7 +79,7 @@ def test_help_of_each_command(capsys):
         ("new", "--days"),
         ("token", "--hours"),
         ("join", "--name"),
-        ("revoke", "revoke FOLDER NAME"),
+        ("revoke", "FOLDER NAME"),
     ):
         with pytest.raises(SystemExit) as end:
             main(["keys", command, "--help"])

@@ -26,8 +26,8 @@ from ... import kernels
 from ...algorithm import require
 from ...codec import Codec, Key
 from ...options import require_integer
-from .parts import check_device, measure_parts, print_parts, seconds_of
-from .rows import as_parsed, check_writable, print_table, write_json
+from .parts import check_device, measure_parts, seconds_of
+from .rows import as_parsed, check_writable, print_rows, write_json
 
 DEFAULT_CODECS = (
     "Identity()",
@@ -60,6 +60,18 @@ DEFAULT_CODECS = (
     "chain(TopK(ratio=0.01), QSGD(bits=4), Rice())",
     "chain(QSGD(bits=4), Huffman())",
 )
+COLUMNS = (
+    ("codec", "codec", ""),
+    ("times\nsmaller", "compression", ".1f"),
+    ("encode\nGB/s", "encode_gb_per_s", ".2f"),
+    ("of\ncopy", "encode_ratio", ".2f"),
+    ("decode\nGB/s", "decode_gb_per_s", ".2f"),
+    ("of\ncopy", "decode_ratio", ".2f"),
+    ("encode in\nPyTorch", "reference_encode_gb_per_s", ".2f"),
+    ("copy\nGB/s", "copy_gb_per_s", ".1f"),
+)
+PARTS_COLUMNS = (("part", "part", ""), ("ms", "milliseconds", ".2f"), ("of\ncopy", "copy_ratio", ".2f"))
+CAPTION = "GB/s of float32. Encode writes the residual in place; 'of copy' is the speed as a share of Tensor.copy_."
 
 
 @dataclass(frozen=True)
@@ -99,9 +111,9 @@ class CodecsBench:
             rows = [self._row(codec, x) for codec in codecs]
             parts = measure_parts(x, self.repetitions) if self.parts else []
         if rows:
-            _print(rows)
+            print_rows(f"Codecs on {self.megabytes:.3g} MB of float32", COLUMNS, rows, CAPTION)
         if parts:
-            print_parts(parts)
+            print_rows("Beside the codecs", PARTS_COLUMNS, parts, "Median milliseconds.")
         write_json(self.json, rows + parts)
         return rows + parts
 
@@ -165,35 +177,3 @@ def _threads(number: int) -> Iterator[None]:
     finally:
         torch.set_num_threads(before[0])
         kernels.set_threads(before[1])
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    lines = [
-        [
-            row["codec"],
-            f"{row['compression']:.1f}",
-            f"{row['encode_gb_per_s']:.2f}",
-            f"{row['encode_ratio']:.2f}",
-            f"{row['decode_gb_per_s']:.2f}",
-            f"{row['decode_ratio']:.2f}",
-            "" if row["reference_encode_gb_per_s"] is None else f"{row['reference_encode_gb_per_s']:.2f}",
-            f"{row['copy_gb_per_s']:.1f}",
-        ]
-        for row in rows
-    ]
-    megabytes = 4 * rows[0]["num_elements"] / 1e6 if rows else 0
-    print_table(
-        f"Codecs on {megabytes:.3g} MB of float32",
-        [
-            "codec",
-            "times\nsmaller",
-            "encode\nGB/s",
-            "of\ncopy",
-            "decode\nGB/s",
-            "of\ncopy",
-            "encode in\nPyTorch",
-            "copy\nGB/s",
-        ],
-        lines,
-        "GB/s of float32. Encode writes the residual in place; 'of copy' is the speed as a share of Tensor.copy_.",
-    )

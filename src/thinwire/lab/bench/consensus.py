@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-
-from torch import Tensor
 
 from ...algorithm import require
 from ...average import Averager
@@ -32,7 +30,6 @@ STEP_SIZE, THETA = "step_size", "theta"  # fields of the averagers that have the
 DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
 
 Row = Mapping[str, Any]
-Show = Callable[[Averager, ConsensusRecord], None]
 
 
 @dataclass(frozen=True)
@@ -124,16 +121,22 @@ def candidates(averager: Averager, step_sizes: Sequence[float], thetas: Sequence
 
 def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) -> list[list[Row]]:
     """One worker's part in all runs; all of them return the same."""
+    from ..train.results.terminal import Terminal
+
     start = start_values(bench.data, bench.shape, comm.rank, comm.size, bench.seed)
-    with _shown(comm.rank, bench.rounds, len(averagers)) as show:
-        return [_measured(comm, bench, averager, start.clone(), show) for averager in averagers]
+    rows, rounds = [], bench.rounds
+    with closing(Terminal("consensus", rounds * len(averagers))) if comm.rank == 0 else nullcontext() as terminal:
+        for number, averager in enumerate(averagers):
 
+            def show(record: ConsensusRecord, number: int = number, averager: Averager = averager) -> None:
+                if terminal is not None:
+                    error = f"{averager}: squared error {record.squared_error:.2e}"
+                    terminal.show(rounds * number + record.round, error)
 
-def _measured(comm: Communicator, bench: ConsensusBench, averager: Averager, x: Tensor, show: Show) -> list[Row]:
-    records = consensus(
-        [("x", x)], averager, bench.rounds, comm, bench.seed, bench.every, lambda record: show(averager, record)
-    )
-    return [_row(bench, averager, record) for record in records]
+            named = [("x", start.clone())]
+            records = consensus(named, averager, rounds, comm, bench.seed, bench.every, show)
+            rows.append([_row(bench, averager, record) for record in records])
+    return rows
 
 
 def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> Row:
@@ -149,27 +152,6 @@ def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> 
         "seed": bench.seed,
         "squared_error": record.squared_error if math.isfinite(record.squared_error) else None,
     }
-
-
-@contextmanager
-def _shown(rank: int, rounds: int, num_runs: int) -> Iterator[Show]:
-    """The function that shows the progress of all runs on rank 0; other ranks show nothing."""
-    if rank != 0:
-        yield lambda averager, record: None
-        return
-    from ..train.results.terminal import Terminal
-
-    progress, runs_done = Terminal("consensus", rounds * num_runs), 0
-
-    def show(averager: Averager, record: ConsensusRecord) -> None:
-        nonlocal runs_done
-        progress.show(rounds * runs_done + record.round, f"{averager}: squared error {record.squared_error:.2e}")
-        runs_done += record.round == rounds
-
-    try:
-        yield show
-    finally:
-        progress.close()
 
 
 def _label(text: str, run: Sequence[Row]) -> str:

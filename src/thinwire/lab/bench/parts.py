@@ -19,7 +19,6 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...codec import ALQ, Key
-from .rows import print_table
 
 RATIO, MOMENTUM = 0.001, 0.9  # of Deep Gradient Compression
 NUM_BUCKETS, BUCKET_SIZE, BITS = 350, 8192, 3
@@ -32,15 +31,6 @@ def measure_parts(x: Tensor, repetitions: int) -> list[dict[str, Any]]:
         _dgc_row(x, repetitions, nesterov=True),
         _levels_row(repetitions),
     ]
-
-
-def print_parts(rows: list[dict[str, Any]]) -> None:
-    """Print the rows of `measure_parts` as a table."""
-    lines = [
-        [r["part"], f"{r['milliseconds']:.2f}", "" if r["copy_ratio"] is None else f"{r['copy_ratio']:.2f}"]
-        for r in rows
-    ]
-    print_table("Beside the codecs", ["part", "ms", "of\ncopy"], lines, "Median milliseconds.")
 
 
 def _dgc_row(x: Tensor, repetitions: int, nesterov: bool) -> dict[str, Any]:

@@ -31,15 +31,21 @@ def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:
         path.write_text(json.dumps(list(rows), indent=1) + "\n")
 
 
+Column = tuple[str, str, str]
+"""Its heading, the key of its values, and their format."""
+
+
+def print_rows(title: str, columns: Sequence[Column], rows: Iterable[Mapping[str, Any]], caption: str) -> None:
+    """Print rows as a table; a value that is None makes an empty cell."""
+    headings = [heading for heading, _, _ in columns]
+    lines = [["" if row[key] is None else format(row[key], style) for _, key, style in columns] for row in rows]
+    print_table(title, headings, lines, caption)
+
+
 def print_table(
-    title: str,
-    columns: Sequence[str],
-    lines: Iterable[Sequence[str]],
-    caption: str,
-    last_is_text: bool = False,
-    all_text: bool = False,
+    title: str, columns: Sequence[str], lines: Iterable[Sequence[str]], caption: str, num_texts: int = 0
 ) -> None:
-    """Print a table; the first column holds names, the others numbers, but for the last or all of them if they are text."""
+    """Print a table; the first column holds names, the last `num_texts` ones text, and the others numbers."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -49,12 +55,11 @@ def print_table(
         console = Console(width=120)  # a file or a pipe has no width
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     table.add_column(columns[0], overflow="fold", min_width=24)
-    num_texts = len(columns) - 1 if all_text else int(last_is_text)
-    numbers, texts = columns[1 : len(columns) - num_texts], columns[len(columns) - num_texts :]
-    for column in numbers:
-        table.add_column(column, justify="right", no_wrap=True)
-    for column in texts:
-        table.add_column(column, overflow="fold")
+    for left, column in zip(range(len(columns) - 1, 0, -1), columns[1:], strict=True):
+        if left > num_texts:
+            table.add_column(column, justify="right", no_wrap=True)
+        else:
+            table.add_column(column, overflow="fold")
     for line in lines:
         table.add_row(*line)
     console.print(table)

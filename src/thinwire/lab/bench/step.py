@@ -40,17 +40,35 @@ from ...comm.process_world import worker_context
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
 from ...options import require_integer, require_number
+from ..report.style import check_kind
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import SyntheticTraining, TimedMethod, mlp, of_strategy
 from .parts import check_device
 from .processor import seconds_by_thread
-from .rows import check_writable, print_table, write_json
+from .rows import check_writable, print_rows, write_json
 
 CPU = torch.device("cpu")
 DEFAULT_STRATEGIES = (
     "Gradients(Mean(QSGD(bits=4)))",
     "Gradients(Mean(chain(TopK(ratio=0.01), QSGD(bits=4)), ErrorFeedback()))",
+)
+COLUMNS = (
+    ("method", "method", ""),
+    ("step\ns", "step_seconds", ".3f"),
+    ("compute\nalone s", "compute_seconds", ".3f"),
+    ("ratio", "ratio", ".2f"),
+    ("core\nbusy s", "cpu_seconds", ".3f"),
+    ("MB\nsent", "megabytes", ".3f"),
+    ("line\ns", "line_seconds", ".3f"),
+    ("memory\npasses", "memory_passes", ".1f"),
+    ("memory\ns", "memory_seconds", ".3f"),
+    ("floor\ns", "floor_seconds", ".3f"),
+)
+CAPTION = (
+    "Medians of the slowest worker. Ratio: the step to its computation alone; 1 = communication is free. "
+    "Core busy: processor time of a worker in a step, all its threads. Floor: the least time of a step, from its "
+    "computation, its bytes over the line and its passes over memory, each a read or a write of the model."
 )
 
 
@@ -111,7 +129,7 @@ class StepBench:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
         _methods(self)
         if self.timeline:
-            timeline.check_kind(self.timeline)
+            check_kind(self.timeline)
         for path in (self.json, self.timeline):
             check_writable(path)
         rows: list[dict[str, Any]] | None = in_workers(run_worker, self, self.workers, ["torch._dynamo"])
@@ -150,7 +168,7 @@ def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
 def _own_device(bench: StepBench) -> torch.device:
     """The device of this worker, which becomes the current one if it is a GPU."""
     if bench.device == "cpu":
-        return torch.device("cpu")
+        return CPU
     from ..train.device import local_gpu
 
     device = local_gpu()
@@ -209,15 +227,11 @@ def _methods(bench: StepBench) -> list[TimedMethod]:
     megabytes = bench.bucket_megabytes
     size = None if megabytes is None else int(megabytes * 2**20)
     ours = [of_strategy(text, bench.ddp, size) for text in bench.strategies]
-    return (_baselines() if bench.baselines else []) + ours
-
-
-def _baselines() -> list[TimedMethod]:
-    """DDP's own all-reduce, in float32 and with its float16 hook."""
-    return [
+    baselines = [
         TimedMethod("DDP fp32", True, lambda training, comm: None, 4),
         TimedMethod("DDP fp16 hook", True, _compress_to_fp16, 2),
     ]
+    return baselines * bench.baselines + ours
 
 
 def _compress_to_fp16(training: SyntheticTraining, comm: Communicator) -> None:
@@ -235,7 +249,7 @@ def _row(
     step = SyntheticTraining(model, bench.batch_size, comm.rank)
     # What the method sends is over a communicator of its own, which counts nothing else.
     with connect(bench.transport, device=device) as own, method.on(step, own) as strategy:
-        turns = Turns(comm, method, alone, step, strategy.settle if strategy else _nothing, device)
+        turns = Turns(comm, method, alone, step, strategy.settle if strategy else lambda: None, device)
         turns.run(bench.warmup)
         if strategy is not None:
             before, seconds = strategy.ledger.snapshot(), strategy.seconds
@@ -266,10 +280,6 @@ def _row(
         "phase_seconds": phases,
         "spans": spans,
     }
-
-
-def _nothing() -> None:
-    """Absorb nothing."""
 
 
 @dataclass(frozen=True)
@@ -354,37 +364,13 @@ def _record(comm: Communicator, turns: Turns) -> list[timeline.Span]:
 
 def _report(bench: StepBench, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     spans = {row["method"]: row.pop("spans") for row in rows}
-    _print(rows)
+    title = f"Training step, {rows[0]['workers']} workers, {rows[0]['device']}, {rows[0]['rate']}"
+    shown = []
+    for row in rows:
+        ratio, megabytes = row["step_seconds"] / row["compute_seconds"], row["bytes_sent_per_step"] / 1e6
+        shown.append(row | {"ratio": ratio, "megabytes": megabytes})
+    print_rows(title, COLUMNS, shown, CAPTION)
     write_json(bench.json, rows)
     if bench.timeline:
         timeline.draw(spans, bench.timeline)
     return rows
-
-
-def _print(rows: list[dict[str, Any]]) -> None:
-    lines = [
-        [
-            row["method"],
-            f"{row['step_seconds']:.3f}",
-            f"{row['compute_seconds']:.3f}",
-            f"{row['step_seconds'] / row['compute_seconds']:.2f}",
-            f"{row['cpu_seconds']:.3f}",
-            f"{row['bytes_sent_per_step'] / 1e6:.3f}",
-            f"{row['line_seconds']:.3f}",
-            f"{row['memory_passes']:.1f}",
-            f"{row['memory_seconds']:.3f}",
-            f"{row['floor_seconds']:.3f}",
-        ]
-        for row in rows
-    ]
-    print_table(
-        f"Training step, {rows[0]['workers']} workers, {rows[0]['device']}, {rows[0]['rate']}",
-        [
-            *("method", "step\ns", "compute\nalone s", "ratio", "core\nbusy s", "MB\nsent"),
-            *("line\ns", "memory\npasses", "memory\ns", "floor\ns"),
-        ],
-        lines,
-        "Medians of the slowest worker. Ratio: the step to its computation alone; 1 = communication is free. "
-        "Core busy: processor time of a worker in a step, all its threads. Floor: the least time of a step, from its "
-        "computation, its bytes over the line and its passes over memory, each a read or a write of the model.",
-    )

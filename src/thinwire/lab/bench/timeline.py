@@ -12,8 +12,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from ...algorithm import require
-
 PREFIX = "thinwire::"
 COLORS = {
     "forward": "#b0bec5",
@@ -64,18 +62,6 @@ def spans_of(trace: dict) -> list[Span]:
         )
         for e in events
     ]
-
-
-def check_kind(path: Path) -> None:
-    """Check that Matplotlib can write this kind of file.
-
-    Raises:
-        ValueError: it cannot; the message lists the kinds that it can.
-    """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    kinds = FigureCanvasAgg.get_supported_filetypes()
-    require(path.suffix[1:] in kinds, f"{path}: a timeline can be written as {', '.join(sorted(kinds))}")
 
 
 def draw(steps: dict[str, list[Span]], path: Path) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from ...options import require_choice, require_integer, require_number
 from .options import fail, parsed
@@ -73,10 +73,6 @@ class Diagnosis:
     method: str = ""
     strategy: str = ""
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for JSON."""
-        return asdict(self)
-
 
 def doctor_command(options: list[str]) -> None:
     """Diagnose this host, or all hosts of a run."""
@@ -115,7 +111,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
                 print(f"The measurement {effort.announced(comm.size)}.", flush=True)
             lines = measure_lines(comm, effort) if comm.size > 1 else None
             now = replace(this_host(True), load=hosts[rank].load, speeds=hosts[rank].speeds)  # with its connections
-            hosts = [Host.of(plain) for plain in comm.gather_objects(now.as_dict())]
+            hosts = [Host.of(plain) for plain in comm.gather_objects(asdict(now))]
             transport = "tcp" if isinstance(comm, TcpCommunicator) else "gloo"
             connections = max(comm.gather_objects(_connections(comm)))
     except RuntimeError as error:  # PyTorch's and ours
@@ -137,7 +133,7 @@ def _exchange_hosts(store: Store, rank: int, size: int, describe: Callable[[], H
         return Host.of(json.loads(store.get(f"doctor/{other}")))
 
     others = [read(other) for other in range(1, size)] if rank == 0 else []
-    store.set(f"doctor/{rank}", json.dumps(describe().as_dict()))
+    store.set(f"doctor/{rank}", json.dumps(asdict(describe())))
     return [read(0), *others] if rank == 0 else [read(other) for other in range(size)]
 
 
@@ -172,7 +168,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
 def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     """Print everything, and write the file."""
     if asked.json is not None:
-        asked.json.write_text(json.dumps(found.as_dict(), indent=1) + "\n")
+        asked.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
     _print_hosts(found.hosts, of_whom)
     if found.lines is not None:
         _print_lines(found.lines)
@@ -224,7 +220,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
     rows += [[name, *[f"{host.speeds[name] / 1e9:.3g} G/s" for host in shown]] for name in shown[0].speeds]
     columns = ["", *[f"rank {rank}" for rank in range(len(shown))]] if len(hosts) > 1 else ["", of_whom]
     left_out = f"The table has {len(shown)} of {len(hosts)} workers; --json has all." if len(hosts) > len(shown) else ""
-    print_table("Hosts", columns, rows, left_out, all_text=True)
+    print_table("Hosts", columns, rows, left_out, num_texts=len(shown))
 
 
 def _print_lines(lines: Lines) -> None:

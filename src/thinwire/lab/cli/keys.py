@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from .options import named, parsed
+from .options import named, parsed, shown_as
 
 KEYS_USAGE = """\
 usage: thinwire keys new FOLDER                 make a run's certificate authority, and this machine's keys
@@ -23,6 +25,8 @@ signed take part: thinwire train RECIPE --credentials FOLDER. Each command expla
 class NewKeys:
     """Make a folder with a run's certificate authority, and the keys of this machine."""
 
+    folder: Annotated[str, shown_as("FOLDER")]
+    """Gets the keys; must be new."""
     run: str = "run"
     """Name of the run."""
     name: str | None = None
@@ -30,11 +34,25 @@ class NewKeys:
     days: float = 30.0
     """Days that this machine's certificate lives."""
 
+    def execute(self) -> None:
+        """Make the folder, and say what comes next."""
+        from ...comm.tls import keys
+
+        keys.new_run(self.folder, self.run, self.name or keys.own_name(), self.days)
+        print(
+            f"{self.folder} has the keys of the run {self.run!r}; keep it to yourself. Let another machine join it with:"
+        )
+        print(f"  thinwire keys token {self.folder} HOST:PORT     # at which the other machine reaches this one")
+
 
 @dataclass(frozen=True)
 class NewToken:
     """Print join tokens, and wait until as many machines have joined. Ctrl-C makes the rest of the tokens void."""
 
+    folder: Annotated[str, shown_as("FOLDER")]
+    """The folder that `thinwire keys new` made."""
+    address: Annotated[str, shown_as("HOST:PORT")]
+    """At which the other machines reach this one."""
     workers: int = 1
     """Number of machines that may join; each gets a token of its own."""
     hours: float = 24.0
@@ -42,18 +60,70 @@ class NewToken:
     days: float = 30.0
     """Days that the certificates live."""
 
+    def execute(self) -> None:
+        """Let other machines join until all tokens are used or have expired."""
+        from ...comm.tls import keys
+
+        with closing(keys.Admission(self.folder, self.address, self.workers, self.hours, self.days)) as admission:
+            one = "machine" if self.workers == 1 else f"of {self.workers} machines"
+            print(f"on the other {one}, within {self.hours:g} hours, while this command waits:")
+            for token in admission.tokens:
+                print(f"  thinwire keys join {Path(self.folder).name} {token.text()}", flush=True)
+            said, is_open = 0, True
+            while is_open:
+                is_open = admission.wait()
+                for name in admission.joined[said:]:
+                    print(f"{name} has joined", flush=True)
+                said = len(admission.joined)
+        if said < self.workers:
+            raise ValueError(f"{self.workers - said} tokens have expired; make new ones with: thinwire keys token")
+        print(f"train with: thinwire train RECIPE --elastic --workers 1 --credentials {self.folder}")
+
 
 @dataclass(frozen=True)
 class JoinRun:
     """Make this machine's keys, and let the run's certificate authority sign them."""
 
+    folder: Annotated[str, shown_as("FOLDER")]
+    """Gets the keys; must be new."""
+    token: Annotated[str, shown_as("TOKEN")]
+    """What `thinwire keys token` printed on the other machine; "-" reads it from stdin."""
     name: str | None = None
     """Name of this machine in the run; None takes that of the machine."""
+
+    def execute(self) -> None:
+        """Join, and say what comes next."""
+        from ...comm.tls import keys
+
+        token = keys.parsed_token(sys.stdin.readline() if self.token == "-" else self.token)
+        keys.join(self.folder, token, self.name or keys.own_name())
+        print(
+            f"{self.folder} has the keys of the run {token.run!r}; train, with a first worker that no other machine has:"
+        )
+        print(f"  thinwire train RECIPE --elastic --workers 1 --first-worker 1 --credentials {self.folder}")
 
 
 @dataclass(frozen=True)
 class RevokeKeys:
     """Take the certificate of a machine back."""
+
+    folder: Annotated[str, shown_as("FOLDER")]
+    """The folder that `thinwire keys new` made."""
+    name: Annotated[str, shown_as("NAME")]
+    """Name of the machine in the run."""
+
+    def execute(self) -> None:
+        """Write the new list, and say where it belongs."""
+        from ...comm.tls import keys
+
+        path = keys.Issuer(self.folder).revoke(self.name)
+        print(
+            f"{self.name} is refused from now on by machines that have this list; copy it to the others' folders of keys:"
+        )
+        print(f"  {path}")
+
+
+COMMANDS = {"new": NewKeys, "token": NewToken, "join": JoinRun, "revoke": RevokeKeys}
 
 
 def keys_command(options: list[str]) -> None:
@@ -62,74 +132,4 @@ def keys_command(options: list[str]) -> None:
     if what in ("-h", "--help"):
         print(KEYS_USAGE, end="")
         return
-    named(COMMANDS, what, "command", "thinwire keys --help")(options)
-
-
-def _split(options: list[str], kind: type, usage: str, *names: str) -> tuple[list[str], object]:
-    """The values that come first, and the options."""
-    program = f"thinwire keys {usage}"
-    values, rest = options[: len(names)], options[len(names) :]
-    if {"-h", "--help"} & set(options):
-        values, rest = [], ["--help"]
-    elif len(values) < len(names) or any(value.startswith("--") for value in values):
-        raise ValueError(f"expected: {program}")
-    return values, parsed(kind, rest, program)
-
-
-def _new(options: list[str]) -> None:
-    (folder,), asked = _split(options, NewKeys, "new FOLDER", "FOLDER")
-    assert isinstance(asked, NewKeys)
-    from ...comm.tls import keys
-
-    keys.new_run(folder, asked.run, asked.name or keys.own_name(), asked.days)
-    print(f"{folder} has the keys of the run {asked.run!r}; keep it to yourself. Let another machine join it with:")
-    print(f"  thinwire keys token {folder} HOST:PORT     # at which the other machine reaches this one")
-
-
-def _token(options: list[str]) -> None:
-    (folder, address), asked = _split(options, NewToken, "token FOLDER HOST:PORT", "FOLDER", "HOST:PORT")
-    assert isinstance(asked, NewToken)
-    from ...comm.tls import keys
-
-    admission = keys.Admission(folder, address, asked.workers, asked.hours, asked.days)
-    one = "machine" if asked.workers == 1 else f"of {asked.workers} machines"
-    print(f"on the other {one}, within {asked.hours:g} hours, while this command waits:")
-    for token in admission.tokens:
-        print(f"  thinwire keys join {Path(folder).name} {token.text()}", flush=True)
-    said = 0
-    try:
-        while True:
-            is_open = admission.wait()
-            for name in admission.joined[said:]:
-                print(f"{name} has joined", flush=True)
-            said = len(admission.joined)
-            if not is_open:
-                break
-    finally:
-        admission.close()
-    if said < asked.workers:
-        raise ValueError(f"{asked.workers - said} tokens have expired; make new ones with: thinwire keys token")
-    print(f"train with: thinwire train RECIPE --elastic --workers 1 --credentials {folder}")
-
-
-def _join(options: list[str]) -> None:
-    (folder, text), asked = _split(options, JoinRun, "join FOLDER TOKEN", "FOLDER", "TOKEN")
-    assert isinstance(asked, JoinRun)
-    from ...comm.tls import keys
-
-    token = keys.parsed_token(sys.stdin.readline() if text == "-" else text)
-    keys.join(folder, token, asked.name or keys.own_name())
-    print(f"{folder} has the keys of the run {token.run!r}; train, with a first worker that no other machine has:")
-    print(f"  thinwire train RECIPE --elastic --workers 1 --first-worker 1 --credentials {folder}")
-
-
-def _revoke(options: list[str]) -> None:
-    (folder, name), _ = _split(options, RevokeKeys, "revoke FOLDER NAME", "FOLDER", "NAME")
-    from ...comm.tls import keys
-
-    path = keys.Issuer(folder).revoke(name)
-    print(f"{name} is refused from now on by machines that have this list; copy it to the others' folders of keys:")
-    print(f"  {path}")
-
-
-COMMANDS = {"new": _new, "token": _token, "join": _join, "revoke": _revoke}
+    parsed(named(COMMANDS, what, "command", "thinwire keys --help"), options, f"thinwire keys {what}").execute()

@@ -7,9 +7,10 @@ import re
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ...algorithm import require
-from .options import first_word, parsed
+from .options import parsed, shown_as
 
 TEMPLATE = Path(__file__).parents[1] / "template"
 TEXT_BYTES = {"train.txt": 300_000, "test.txt": 64_000}
@@ -20,15 +21,16 @@ class NewMethodOptions:
     """Make a package with a codec of your own, its test, two tasks, and a comparison with five baselines, as in:
     thinwire new-method nearest-levels
 
-    The name has small letters, digits and hyphens. The folder of this name must not exist.
+    The folder of this name must not exist.
     """
+
+    name: Annotated[Path, shown_as("NAME")]
+    """Small letters, digits and hyphens, such as nearest-levels."""
 
 
 def new_method_command(options: list[str]) -> None:
     """Write the package, and say what comes next."""
-    name, options = first_word(options, "the name", "thinwire new-method nearest-levels")
-    parsed(NewMethodOptions, options, "thinwire new-method NAME")
-    folder = Path(name)
+    folder = parsed(NewMethodOptions, options, "thinwire new-method").name
     write_package(folder)
     print(
         f"  {folder}: change src/{folder.name.replace('-', '_')}/codec.py. README.md has the way to a first comparison:"

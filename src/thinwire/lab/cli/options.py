@@ -8,9 +8,9 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from itertools import dropwhile, takewhile
 from typing import Any, get_type_hints
 
-from ...algorithm import require
 from ...suggestion import see, suggestion
 from .originals import written_here
 
@@ -38,17 +38,11 @@ def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
     return known[name]
 
 
-def first_word(options: list[str], what: str, example: str) -> tuple[str, list[str]]:
-    """The word that comes first, and the options behind it; "" and the option for help if there is none, or help is wanted.
+def shown_as(name: str) -> Any:
+    """What an annotation adds to the type of a word that comes without an option's name, such as `Annotated[Path, ...]`."""
+    import tyro
 
-    Raises:
-        ValueError: an option comes first.
-    """
-    word, *rest = options or ["--help"]
-    if word in ("-h", "--help"):
-        return "", ["--help"]
-    require(not word.startswith("-"), f"{what} comes first, as in: {example}")
-    return word, rest
+    return tyro.conf.arg(metavar=name)
 
 
 def parsed(
@@ -63,7 +57,7 @@ def parsed(
     """Read options into a dataclass with tyro.
 
     Args:
-        kind: the dataclass.
+        kind: the dataclass. Fields without a default are given as words without a name, in this order.
         options: words of the command line.
         program: the command, for messages.
         default: an instance with the default values.
@@ -84,7 +78,8 @@ def parsed(
             prog=program,
             description=description,
             return_unknown_args=True,
-            config=(tyro.conf.AvoidSubcommands,),  # the recipe decides the kinds of data, model and optimizer
+            # The recipe decides the kinds of data, model and optimizer.
+            config=(tyro.conf.AvoidSubcommands, tyro.conf.PositionalRequiredArgs),
             **keywords,
         )
 
@@ -99,7 +94,7 @@ def parsed(
         with contextlib.redirect_stderr(complaint), _wide_terminal():
             parsed, unknown = parse(options)
     except SystemExit:
-        raise ValueError(f"{_first_sentence(complaint.getvalue())}; see {program} --help") from None
+        raise ValueError(f"{_message(complaint.getvalue())}; see {program} --help") from None
     if unknown:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse(["--help"])
@@ -147,8 +142,10 @@ def _wide_terminal() -> Iterator[None]:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
 
 
-def _first_sentence(box: str) -> str:
-    """The message in tyro's box without title, frame and advice. ASCII terminals show no frame."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines()]
-    _, message, *_ = [*filter(lambda line: line.strip("-"), lines), box, box]
-    return re.sub(r"^Error parsing [A-Z]\w*: ", "", message).rstrip(".")
+def _message(box: str) -> str:
+    """The message in tyro's box, on one line, without title, frame and advice. ASCII terminals show no frame."""
+    lines = (line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines())
+    title = next(lines, box)
+    behind = dropwhile(lambda line: not line.strip("-"), lines)
+    message = " ".join(takewhile(lambda line: line.strip("-"), behind)) or title
+    return re.sub(r"^Error parsing [A-Z]\w*: ", "", message).removesuffix(" (required)").rstrip(".")

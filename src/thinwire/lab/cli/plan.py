@@ -6,7 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -89,7 +89,7 @@ def plan_command(options: list[str]) -> None:
     workload = Workload.of(model, compute)
     predictions = predict(model, compute, network, speeds, optimizer=asked.optimizer)
     _print(predictions, workload.numel, compute, network)
-    write_json(asked.json, [p.as_dict() for p in predictions])
+    write_json(asked.json, [asdict(p) for p in predictions])
     if asked.figure is not None:
         beside = asked.figure.with_stem(f"{asked.figure.stem}-workers")
         draw_by_rate(asked.figure, workload, network, speeds)
@@ -179,7 +179,7 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
         ["method", "step,\ns", "MB\nout", "over\nfp32", "over\nbf16", "MB\nkept", "accuracy"],
         lines,
         f"Predicted, not measured; methods within 2 % of dense training first. {verdict(predictions)}",
-        last_is_text=True,
+        num_texts=1,
     )
     print('What to type: tw.attach(model, optimizer, "..."), or thinwire train RECIPE --strategy "..."')
     width = max(len(p.method) for p in rows)

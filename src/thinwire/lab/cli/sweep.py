@@ -6,11 +6,11 @@ import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from ...algorithm import require
 from ...options import require_integer
-from .options import first_word, parsed, show
+from .options import parsed, show, shown_as
 from .originals import SWEEP
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ class SweepCommand:
     tries failed runs again.
     """
 
+    file: Annotated[Path, shown_as("FILE")]
+    """The TOML file, such as examples/sweeps/digits.toml."""
     local: int | None = None
     """Run on this machine, this many runs at a time. The default is 1."""
     slurm: str | None = None
@@ -46,15 +48,12 @@ class SweepCommand:
 
 def sweep_command(options: list[str]) -> None:
     """Run a sweep, or show its state."""
-    file, options = first_word(
-        options, "the file", f"thinwire sweep examples/sweeps/digits.toml {' '.join(options[:1])}"
-    )
-    asked = parsed(SweepCommand, options, "thinwire sweep FILE", originals=SWEEP)
+    asked = parsed(SweepCommand, options, "thinwire sweep", originals=SWEEP)
     from ..sweep import read_sweep
     from ..sweep.file import has_begun, where_it_runs
     from ..sweep.show import plan_table, show_failures, statuses_of, watch
 
-    sweep = read_sweep(Path(file))
+    sweep = read_sweep(asked.file)
     if asked.slurm is not None:
         _submit(sweep, asked)
     elif asked.dry_run:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
-from .options import first_word, parsed
+from .options import parsed, shown_as
 
 
 @dataclass(frozen=True)
 class TopologyFacts:
     """Print the properties of a topology, such as "Exponential()", and draw it."""
 
+    graph: Annotated[str, shown_as("GRAPH")]
+    """The topology in Python's notation, such as Exponential()."""
     workers: int = 16
     """Number of workers."""
     output: Path | None = None
@@ -20,12 +23,11 @@ class TopologyFacts:
 
 def topology_command(options: list[str]) -> None:
     """Print the properties of a topology and draw it."""
-    graph, options = first_word(options, "the graph", 'thinwire topology "Exponential()" --workers 16')
-    asked = parsed(TopologyFacts, options, "thinwire topology GRAPH")
+    asked = parsed(TopologyFacts, options, "thinwire topology")
     from ...topology import Topology, describe, draw
     from ..bench.rows import as_parsed
 
-    topology = as_parsed(graph, Topology)
+    topology = as_parsed(asked.graph, Topology)
     rows = describe(topology, asked.workers)
     if asked.output is not None:
         try:

@@ -64,21 +64,22 @@ def train_command(options: list[str]) -> None:
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = set_variables()
     default = replace(default, workers=environment.size if environment else default.workers)
-    evaluate, options = _taken(options, "--evaluate", "a checkpoint, such as runs/NAME/checkpoints/best")
-    checkpoint = None if evaluate is None else Path(evaluate)
+    checkpoints, options = _taken(options, "--evaluate", "a checkpoint, such as runs/NAME/checkpoints/best")
+    checkpoint = Path(checkpoints[-1]) if checkpoints else None
     metrics, options = _taken(options, "--metrics", "[ADDRESS:]PORT, such as 9100")
     if checkpoint is not None:
         default = _of_checkpoint(default, checkpoint)
-    default, rest = _composed(default, options)
+    files, rest = _taken(options, "--config", "a file, such as slow-network.toml")
+    default = _composed(default, files)
     about, others = known[recipe].about, ("--config", "--evaluate", "--metrics")
     config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
     if checkpoint is not None:
         _evaluate(config, checkpoint)
         return
     serve, again = None, options
-    if metrics is not None:
-        address, port = place(metrics, "--metrics")
-        serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics]
+    if metrics:
+        address, port = place(metrics[-1], "--metrics")
+        serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
@@ -86,21 +87,24 @@ def train_command(options: list[str]) -> None:
         print(f"  {folder}")
 
 
-def _taken(options: list[str], name: str, what: str) -> tuple[str | None, list[str]]:
-    """The value of an option of the command itself, if it is among the options; and the other options.
+def _taken(options: list[str], name: str, what: str) -> tuple[list[str], list[str]]:
+    """The values of an option of the command itself; and the other options.
 
     Example:
-        >>> _taken(["--seed", "1", "--evaluate", "best"], "--evaluate", "a checkpoint")
-        ('best', ['--seed', '1'])
+        >>> _taken(["--seed", "1", "--config", "a", "--config=b"], "--config", "a file")
+        (['a', 'b'], ['--seed', '1'])
     """
-    for i, word in enumerate(options):
+    values: list[str] = []
+    rest: list[str] = []
+    words = iter(options)
+    for word in words:
         given, equals, value = word.partition("=")
         if given == name:
-            rest = options[i + 1 :] if equals else options[i + 2 :]
-            found = value if equals else "".join(options[i + 1 : i + 2])
-            require(bool(found), f"{name} needs {what}")
-            return found, [*options[:i], *rest]
-    return None, options
+            values.append(value if equals else next(words, ""))
+            require(bool(values[-1]), f"{name} needs {what}")
+        else:
+            rest.append(word)
+    return values, rest
 
 
 def _of_checkpoint(config: Any, folder: Path) -> Any:
@@ -128,8 +132,8 @@ def _evaluate(config: Any, folder: Path) -> None:
             print(f"{name} {value:.6g}")
 
 
-def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:
-    """The configuration with the values of each `--config FILE`, one after the other; and the other options.
+def _composed(config: Any, files: list[str]) -> Any:
+    """The configuration with the values of each file, one after the other.
 
     Raises:
         ValueError: a file that cannot be read, or a value that the configuration does not have.
@@ -138,20 +142,13 @@ def _composed(config: Any, options: list[str]) -> tuple[Any, list[str]]:
     from ..files import load_json_object, load_toml
     from ..overrides import overridden
 
-    rest: list[str] = []
-    words = iter(options)
-    for word in words:
-        if word != "--config" and not word.startswith("--config="):
-            rest.append(word)
-            continue
-        name = word.partition("=")[2] or next(words, "")
-        require(bool(name), "--config needs a file, such as --config slow-network.toml")
+    for name in files:
         table = load_json_object(Path(name)) if name.endswith(".json") else load_toml(Path(name))
         try:
             config = overridden(config, dict(flat(table)))
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
-    return config, rest
+    return config
 
 
 def trained(

@@ -7,9 +7,10 @@ import time
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 from ...algorithm import require
-from .options import first_word, parsed, show
+from .options import parsed, show, shown_as
 
 
 @dataclass(frozen=True)
@@ -19,6 +20,8 @@ class WatchOptions:
     Reads the run's folder, so it works beside a run, after it, and on any machine that sees the folder. Ctrl-C ends it.
     """
 
+    run: Annotated[Path, shown_as("RUN")]
+    """Folder of the run, such as runs/digits."""
     once: bool = False
     """Whether to print the view once and end; else it is refreshed until the run has finished."""
     serve: str | None = None
@@ -33,14 +36,13 @@ class WatchOptions:
 
 def watch_command(options: list[str]) -> None:
     """Show a run in the terminal, or serve its page."""
-    run, options = first_word(options, "the folder of a run", "thinwire watch runs/digits")
-    folder, asked = Path(run), parsed(WatchOptions, options, "thinwire watch RUN")
+    asked = parsed(WatchOptions, options, "thinwire watch")
     from ..report.exporters import OpenTelemetry
     from ..report.watch import as_rich, snapshot
 
-    seen = snapshot(folder)
+    seen = snapshot(asked.run)
     if asked.serve is not None:
-        served(folder, *place(asked.serve, "--serve")).join()
+        served(asked.run, *place(asked.serve, "--serve")).join()
     with closing(OpenTelemetry()) if asked.otlp else nullcontext() as collector:
         if collector is not None:
             collector.set(seen)
@@ -52,7 +54,7 @@ def watch_command(options: list[str]) -> None:
         with Live(as_rich(seen), auto_refresh=False) as live:
             while not seen["finished"]:
                 time.sleep(1)
-                seen = snapshot(folder)
+                seen = snapshot(asked.run)
                 live.update(as_rich(seen), refresh=True)
                 if collector is not None:
                     collector.set(seen)
