@@ -199,8 +199,9 @@ def test_same_inputs_same_bits():
 
 def test_one_bit_has_nothing_to_adapt():
     density = TruncatedNormal(0.0, 0.3)
-    assert alq(uniform_levels(1), density).tolist() == [-1, 1]
-    assert alq(uniform_levels(2, zero=True), density).tolist() == [-1, 0, 1]
+    for search in (alq, alq_gd):
+        assert search(uniform_levels(1), density).tolist() == [-1, 1]
+        assert search(uniform_levels(2, zero=True), density).tolist() == [-1, 0, 1]
 
 
 @pytest.mark.parametrize(

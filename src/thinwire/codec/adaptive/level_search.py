@@ -58,7 +58,7 @@ class _Search:
         )
         H_x, F_x, f_x = self.cdf(x)
         own = torch.zeros(x.shape[-1], dtype=torch.bool, device="cpu")
-        own[0] = self.mirrored and at == 1
+        own[:1] = self.mirrored and at == 1  # there may be no interior level at all
         left, H_left = torch.where(own, -x, left), torch.where(own, H_x, H_left)
         return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
 
