@@ -2,7 +2,6 @@
 
 from .adaptive.alq import ALQ, AMQ
 from .adaptive.base import AdaptiveCodec
-from .adaptive.distributions import TruncatedNormal, TruncatedNormalMixture
 from .adaptive.fitted import Fitted
 from .agreed import AgreedCodec
 from .base import Codec
@@ -65,8 +64,6 @@ __all__ = [
     "TopK",
     "Traits",
     "BlockwiseTopK",
-    "TruncatedNormal",
-    "TruncatedNormalMixture",
     "DCT",
     "Tiles",
     "Transform",
