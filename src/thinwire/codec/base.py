@@ -259,6 +259,10 @@ class Codec(Algorithm, ABC):
         """The arguments of `chain` that make this codec; the codec itself if it is no chain."""
         return (self,)
 
+    def __repr__(self) -> str:
+        links = self._links()
+        return super().__repr__() if len(links) == 1 else f"chain({', '.join(map(repr, links))})"
+
     # ---- what averagers ask ----
 
     def support(

@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from ...algorithm import Algorithm, require
-from ...kernels import Flag
 from ...options import require_kind
 from ..base import Codec
 from ..sparse.base import Sparsifier
-from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sparse_sections, sum_sparse
+from ..sparse.payload import SparseCodec
 from ..traits import Traits
-from ..types import Key, Selection, Size
+from ..types import Key
 from .huffman import EntropyCoded, EntropyCoder
 from .rice import GapCoded, Rice
 from .transform import Transform, Transformed
 
 
 @dataclass(frozen=True, repr=False)
-class Chain(Codec):
+class Chain(SparseCodec):
     """The result of `chain(sparsifier, values)`: the payload is [values, as the second codec sends them][support].
 
     The residual is exact: the values that the sparsifier drops, and the error of the second codec on the others.
@@ -55,6 +54,9 @@ class Chain(Codec):
             sparse=sparse,
         )
 
+    def selector_and_values(self) -> tuple[Sparsifier, Codec]:
+        return self.sparsifier, self.values
+
     def combine(self, totals: list[Tensor]) -> None:
         self.values.combine(totals)
 
@@ -66,43 +68,15 @@ class Chain(Codec):
         assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
         return Chain(sparsifier, fn(self.values))
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
-        try:
-            return self.sparsifier.support(payload, size, key)
-        except ValueError as error:
-            raise ValueError(f"{self}: {error}") from error
-
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         """What reaches it of the values that the sparsifier keeps."""
         flat = [s.detach().to(torch.float32).reshape(-1) for s in segments]
         kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
         return self.values.reaching(kept.values.split(kept.counts), keys)
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
         first, *coders = self.sparsifier._links()
         return (first, *self.values._links(), *coders)
-
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        return encode_sparse(self.sparsifier, self.values, segments, keys, residuals)
-
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        decode_sparse(self.sparsifier, self.values, payload, outs, weight, keys)
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
-
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return sparse_nbytes(self.sparsifier, self.values, numels)
-
-    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
-        return sparse_sections(self.sparsifier, self.values, size)
 
 
 def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Codec:

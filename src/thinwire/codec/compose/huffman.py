@@ -74,9 +74,6 @@ class EntropyCoded(Wrapper):
         inner, carries = self.codec.traits, ("shared_key", "votes", "adaptive")
         return inner.through(self.codec, repr(self.coder), carries, unbiased=inner.unbiased, fixed_size=False)
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
         return (*self.codec._links(), self.coder)
 

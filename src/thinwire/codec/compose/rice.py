@@ -64,9 +64,6 @@ class GapCoded(Sparsifier):
             self.sparsifier, "Rice", unbiased=inner.unbiased, lossless=inner.lossless, fixed_size=False, sparse=sparse
         )
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
         return self.sparsifier, self.coder
 
