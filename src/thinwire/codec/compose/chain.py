@@ -16,7 +16,7 @@ from ..sparse.base import Sparsifier
 from ..sparse.payload import SparseCodec
 from ..traits import Traits
 from ..types import Key
-from .huffman import EntropyCoded, EntropyCoder
+from .huffman import Huffman, HuffmanCoded
 from .rice import GapCoded, Rice
 from .transform import Transform, Transformed
 
@@ -79,7 +79,7 @@ class Chain(SparseCodec):
         return (first, *self.values._links(), *coders)
 
 
-def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Codec:
+def chain(first: Codec | Transform, *links: Codec | Huffman | Rice) -> Codec:
     """Compose codecs: keep few coordinates, send their values through another codec, and code symbols and indices.
 
     A transform such as `Tiles(64)` or `DCT(64)` may stand before all of them; the codecs then work on new coordinates.
@@ -117,14 +117,14 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
     if isinstance(last, Rice):
         if not isinstance(first, Sparsifier):
             raise ValueError(f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
-        gap_coded = GapCoded(first, last)
+        gap_coded = GapCoded(first)
         return chain(gap_coded, *others) if others else gap_coded
-    if isinstance(last, EntropyCoder):
-        *before, coded = first, *others
+    if isinstance(last, Huffman):
+        coded = others[-1] if others else first
         if not isinstance(coded, Codec):
             raise ValueError(f"chain: {last} codes the symbols of the codec before it, and {coded} is no codec")
-        entropy_coded = EntropyCoded(coded, last)
-        return chain(first, *before[1:], entropy_coded) if before else entropy_coded
+        huffman_coded = HuffmanCoded(coded)
+        return chain(first, *others[:-1], huffman_coded) if others else huffman_coded
     require(not others, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
     if not isinstance(first, Sparsifier):
         raise ValueError(f"chain: the first link must be a sparsifier such as TopK, got {first}")

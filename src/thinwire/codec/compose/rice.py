@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
@@ -47,7 +47,6 @@ class GapCoded(Sparsifier):
     """The result of `chain(sparsifier, Rice())`: selects as `sparsifier` does, and codes the indices with Rice."""
 
     sparsifier: Sparsifier
-    coder: Rice
 
     def __post_init__(self) -> None:
         require(
@@ -65,7 +64,7 @@ class GapCoded(Sparsifier):
         )
 
     def _links(self) -> tuple[Algorithm, ...]:
-        return self.sparsifier, self.coder
+        return self.sparsifier, Rice()
 
     def parts(self) -> tuple[Codec, ...]:
         return (self.sparsifier,)
@@ -73,7 +72,7 @@ class GapCoded(Sparsifier):
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         sparsifier = fn(self.sparsifier)
         assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
-        return replace(self, sparsifier=sparsifier)
+        return GapCoded(sparsifier)
 
     @property
     def counts_travel(self) -> bool:
