@@ -3,7 +3,7 @@
 from .adaptive.alq import ALQ, AMQ
 from .adaptive.base import AdaptiveCodec
 from .adaptive.fitted import Fitted
-from .agreed import AgreedCodec
+from .agreed_codec import AgreedCodec
 from .base import Codec
 from .compose.chain import chain
 from .compose.dense_last import DenseLast

@@ -55,7 +55,6 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
-from .senders import divide_by_senders
 from .traits import Traits
 from .types import Key, Selection, Size, Symbols, as_list
 
@@ -177,8 +176,19 @@ class Codec(Algorithm, ABC):
         key: Key | Sequence[Key] | None = None,
     ) -> Flag:
         """`decode_sum`, each element divided by the number of payloads that carry it: under a transform, of coordinates."""
-        finite = self.decode_sum(payloads, out, weight, key)
-        divide_by_senders(self, payloads, as_list(out), key)
+        finite, outs = self.decode_sum(payloads, out, weight, key), as_list(out)
+        if any(o.is_meta for o in outs):  # a plan: there are no values
+            return finite
+        senders = [torch.zeros(o.numel(), device=o.device) for o in outs]
+        for payload in payloads:
+            sent = self.support(payload, [o.shape for o in outs], key)
+            if sent is None:
+                torch._foreach_add_(senders, 1.0)
+            else:
+                ones = torch.ones(sent.indices.numel(), device=payload.device)
+                kernels.scatter.add(senders, sent.indices, ones, sent.counts, 1.0)
+        for o, num in zip(outs, senders, strict=True):
+            o.div_(num.clamp(min=1.0).view(o.shape))  # an element that no payload carries stays zero
         return finite
 
     def nbytes(self, size: Size | Sequence[Size]) -> int:

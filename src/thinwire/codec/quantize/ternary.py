@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...kernels import Flag
 from ...options import require_integer, require_number
-from ..agreed import AgreedCodec
+from ..agreed_codec import AgreedCodec
 from ..base import Codec
 from ..traits import Traits
 from ..types import Symbols
