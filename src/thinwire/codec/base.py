@@ -46,13 +46,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
 from .traits import Traits
@@ -251,11 +252,17 @@ class Codec(Algorithm, ABC):
             >>> tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)).parts()
             (TopK(ratio=0.1), QSGD(bits=4))
         """
-        return ()
+        return tuple(self._named_parts().values())
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
-        return self
+        parts = {name: fn(part) for name, part in self._named_parts().items()}
+        return replace(self, **parts) if parts else self
+
+    def _named_parts(self) -> dict[str, Codec]:
+        """The fields that hold codecs."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Codec)}
 
     def pick(self, positions: Sequence[int]) -> Codec:
         """The codec of the layers at `positions` alone; itself unless it gives each layer a codec of its own."""
@@ -290,6 +297,11 @@ class Codec(Algorithm, ABC):
     def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors as this codec sees segments: as they are if it needs shapes, else views as vectors."""
         return list(tensors) if self.traits.needs_shape else [t.view(-1) for t in tensors]
+
+    def _empty_payload(self, segments: list[Tensor]) -> Tensor:
+        """Memory for the payload of these segments, for codecs that treat them as vectors."""
+        size = self.segments_nbytes([s.numel() for s in segments])
+        return debug.empty(size, dtype=torch.uint8, device=segments[0].device)
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -59,14 +59,6 @@ class Chain(SparseCodec):
 
     def combine(self, totals: list[Tensor]) -> None:
         self.values.combine(totals)
-
-    def parts(self) -> tuple[Codec, ...]:
-        return self.sparsifier, self.values
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        sparsifier = fn(self.sparsifier)
-        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
-        return Chain(sparsifier, fn(self.values))
 
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         """What reaches it of the values that the sparsifier keeps."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,7 +9,6 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
-from ..base import Codec
 from ..sparse.base import Sparsifier
 from ..sparse.payload import with_length, without_length
 from ..traits import Traits
@@ -65,14 +63,6 @@ class GapCoded(Sparsifier):
 
     def _links(self) -> tuple[Algorithm, ...]:
         return self.sparsifier, Rice()
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.sparsifier,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        sparsifier = fn(self.sparsifier)
-        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
-        return GapCoded(sparsifier)
 
     @property
     def counts_travel(self) -> bool:
