@@ -572,9 +572,13 @@ def test_strategies_go_on_with_their_choice_also_on_other_workers(strategy):
         ("Fitted(Fitted(3.0))", "learns from gradients"),
         ("Fitted(0.01)", "give a larger budget or a smaller candidate"),
         ("Fitted('line', limits=(8.0, 2.0))", "limits must be the fewest and the most bits"),
-        ("Fitted(3.0, measure_every=0)", "must be positive integers"),
+        ("Fitted(3.0, measure_every=0)", "measure_every must be an integer, 1 or more, got 0"),
+        (
+            "Fitted(3.0, measure_steps=(0, 5))",
+            "each of measure_steps must be an integer, 1 or more, got 0; round 0 has no",
+        ),
         ("Fitted(3.0, weighting='norm')", "weighting must be one of relative, squared, got 'norm'"),
-        ("Fitted(3.0, wait_share=1.5)", "wait_share must be between 0 and 1"),
+        ("Fitted(3.0, wait_share=1.5)", "wait_share must be above 0 and below 1, got 1.5"),
     ],
 )
 def test_what_cannot_be_is_refused_when_it_is_built(text, message):

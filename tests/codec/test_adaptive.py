@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.codec.adaptive.level_search import amq
-from thinwire.codec.adaptive.level_sets import exponential_levels, uniform_levels
+from thinwire.codec.adaptive.level_sets import equidistant, exponential_levels
 from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
 
 WHEN = {"bucket_size": 64, "update_steps": (2, 3), "update_every": 5}
@@ -124,7 +124,7 @@ def test_levels_follow_from_the_definition(codec):
         expected = exponential_levels(3, amq(0.5, dist, 3, codec.zero), codec.zero)
     else:
         expected = codec._search(start, dist)
-        starts = [start, uniform_levels(3, codec.zero), exponential_levels(3, amq(0.5, dist, 3), codec.zero)]
+        starts = [start, equidistant(8 - codec.zero), exponential_levels(3, amq(0.5, dist, 3), codec.zero)]
         least = min(dist.quantization_variance(levels).item() for levels in starts)
         assert dist.quantization_variance(expected).item() <= least * (1 + 1e-6)
     # Moments are added up in another order, and statistics of few buckets leave Psi flat.
@@ -350,7 +350,7 @@ def test_on_real_gradients_alq_beats_amq_beats_fixed_levels(bucket_size):
         "NUQSGD": tw.NUQSGD(bits=3, **options),
         "QSGD": tw.QSGD(bits=3, **options),
         "exponential": tw.codec.Quantize(tuple(exponential_levels(3).tolist()), **options),
-        "uniform": tw.codec.Quantize(tuple(uniform_levels(3).tolist()), **options),
+        "uniform": tw.codec.Quantize(tuple(equidistant(8).tolist()), **options),
     }
     total = sum(t.double().square().sum().item() for tensors in unseen for t in tensors)
     error = {

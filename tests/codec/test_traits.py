@@ -8,7 +8,7 @@ from functools import cache
 
 import pytest
 import torch
-from helpers.codecs import CODECS
+from helpers.codecs import ONE_OF_EACH
 
 import thinwire as tw
 from thinwire import kernels
@@ -114,7 +114,7 @@ class Learning(tw.codec.AdaptiveCodec):
 
 
 DEMANDING = [Dithered(), ByteVote(), ByColumns(), Learning(), tw.TernGrad(shared=True)]
-LINKS = [*DEMANDING, *CODECS]
+LINKS = [*DEMANDING, *ONE_OF_EACH]
 # Combinators that change nothing for a vector of NUMEL elements in one bucket, and what they carry.
 WRAPPED = {
     "top-k of everything": (lambda codec: tw.chain(tw.TopK(1.0), codec), {"shared_key", "votes", "adaptive"}),
@@ -190,7 +190,7 @@ def test_all_pairs_of_links():
         assert demanded <= demands_of(codec), f"{codec} lost {demanded - demands_of(codec)}"
         check_traits(codec)
         built += 1
-    assert built > 300
+    assert built > 170
 
 
 def test_a_chain_votes():

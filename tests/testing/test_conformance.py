@@ -7,20 +7,28 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 from helpers.averagers import GOSSIP
-from helpers.codecs import CODECS
+from helpers.codecs import CODECS, ONE_OF_EACH
 
 import thinwire as tw
 from thinwire import kernels
 from thinwire.membership import State, shared
 from thinwire.memory import ErrorFeedbackState
-from thinwire.testing import check_averager, check_codec, check_communicator, check_memory
+from thinwire.testing import check_averager, check_codec, check_communicator, check_memory, check_traits
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=repr)
+@pytest.mark.parametrize("codec", ONE_OF_EACH, ids=repr)
 def test_codecs_keep_the_contract(codec):
     """Whatever PyTorch's default device is: a tensor that was made there could not be read."""
     with torch.device("meta"):
         check_codec(codec, device="cpu")
+
+
+@pytest.mark.parametrize("codec", [codec for codec in CODECS if codec not in ONE_OF_EACH], ids=repr)
+def test_other_configurations_are_what_they_say(codec):
+    """`test_codecs.py` checks their encoding too, and `test_fuzz.py` how they decode."""
+    again = tw.parse(repr(codec))
+    assert again == codec and hash(again) == hash(codec)
+    check_traits(codec)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,8 @@
 
 from .adaptive.alq import ALQ, AMQ
 from .adaptive.base import AdaptiveCodec
-from .adaptive.distributions import TruncatedNormal, TruncatedNormalMixture
 from .adaptive.fitted import Fitted
-from .agreed import AgreedCodec
+from .agreed_codec import AgreedCodec
 from .base import Codec
 from .compose.chain import chain
 from .compose.dense_last import DenseLast
@@ -65,8 +64,6 @@ __all__ = [
     "TopK",
     "Traits",
     "BlockwiseTopK",
-    "TruncatedNormal",
-    "TruncatedNormalMixture",
     "DCT",
     "Tiles",
     "Transform",

@@ -46,16 +46,16 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import fields, replace
 from itertools import zip_longest
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import kernels
+from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
-from .senders import divide_by_senders
 from .traits import Traits
 from .types import Key, Selection, Size, Symbols, as_list
 
@@ -177,8 +177,19 @@ class Codec(Algorithm, ABC):
         key: Key | Sequence[Key] | None = None,
     ) -> Flag:
         """`decode_sum`, each element divided by the number of payloads that carry it: under a transform, of coordinates."""
-        finite = self.decode_sum(payloads, out, weight, key)
-        divide_by_senders(self, payloads, as_list(out), key)
+        finite, outs = self.decode_sum(payloads, out, weight, key), as_list(out)
+        if any(o.is_meta for o in outs):  # a plan: there are no values
+            return finite
+        senders = [torch.zeros(o.numel(), device=o.device) for o in outs]
+        for payload in payloads:
+            sent = self.support(payload, [o.shape for o in outs], key)
+            if sent is None:
+                torch._foreach_add_(senders, 1.0)
+            else:
+                ones = torch.ones(sent.indices.numel(), device=payload.device)
+                kernels.scatter.add(senders, sent.indices, ones, sent.counts, 1.0)
+        for o, num in zip(outs, senders, strict=True):
+            o.div_(num.clamp(min=1.0).view(o.shape))  # an element that no payload carries stays zero
         return finite
 
     def nbytes(self, size: Size | Sequence[Size]) -> int:
@@ -241,11 +252,17 @@ class Codec(Algorithm, ABC):
             >>> tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)).parts()
             (TopK(ratio=0.1), QSGD(bits=4))
         """
-        return ()
+        return tuple(self._named_parts().values())
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
-        return self
+        parts = {name: fn(part) for name, part in self._named_parts().items()}
+        return replace(self, **parts) if parts else self
+
+    def _named_parts(self) -> dict[str, Codec]:
+        """The fields that hold codecs."""
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in values if isinstance(value, Codec)}
 
     def pick(self, positions: Sequence[int]) -> Codec:
         """The codec of the layers at `positions` alone; itself unless it gives each layer a codec of its own."""
@@ -258,6 +275,10 @@ class Codec(Algorithm, ABC):
     def _links(self) -> tuple[Algorithm, ...]:
         """The arguments of `chain` that make this codec; the codec itself if it is no chain."""
         return (self,)
+
+    def __repr__(self) -> str:
+        links = self._links()
+        return super().__repr__() if len(links) == 1 else f"chain({', '.join(map(repr, links))})"
 
     # ---- what averagers ask ----
 
@@ -276,6 +297,11 @@ class Codec(Algorithm, ABC):
     def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors as this codec sees segments: as they are if it needs shapes, else views as vectors."""
         return list(tensors) if self.traits.needs_shape else [t.view(-1) for t in tensors]
+
+    def _empty_payload(self, segments: list[Tensor]) -> Tensor:
+        """Memory for the payload of these segments, for codecs that treat them as vectors."""
+        size = self.segments_nbytes([s.numel() for s in segments])
+        return debug.empty(size, dtype=torch.uint8, device=segments[0].device)
 
     def _check_decoding(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> None:
         for o in outs:

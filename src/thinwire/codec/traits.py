@@ -12,7 +12,7 @@ from ..kernels.quantize import Quantizer
 
 if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
-    from .agreed import AgreedCodec
+    from .agreed_codec import AgreedCodec
     from .base import Codec
     from .sparse.payload import SparseParts
 

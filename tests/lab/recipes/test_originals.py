@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from thinwire.codec.adaptive.distributions import TruncatedNormal
+from thinwire.codec.adaptive.statistics import prior
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train.data import PER_IMAGE_STD
 from thinwire.lab.train.models import num_parameters
@@ -138,8 +138,8 @@ def test_small_nuqsgd_has_less_noise_than_gradient(network):
     assert relative_error(full) == pytest.approx(full.bucket_size / 64 - 1, rel=0.01), "the paper's: over a hundred"
     small = ALL[f"{network}-nuqsgd-small"].config
     codec = small.parsed_strategy().averager.codec.codec
-    coordinate = TruncatedNormal(0.0, codec.bucket_size**-0.5)  # relative to the L2 norm of its bucket
-    expected = codec.bucket_size * coordinate.quantization_variance(codec.level_values).item()
+    coordinate = prior(codec.bucket_size, "l2")  # relative to the L2 norm of its bucket
+    expected = codec.bucket_size * coordinate.quantization_variance(torch.tensor(codec.level_values)).item()
     assert relative_error(codec) == pytest.approx(expected, rel=0.05)
     assert expected / small.workers < 0.5, "of the mean over the workers"
 

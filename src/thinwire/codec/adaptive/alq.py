@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 import torch
@@ -26,7 +26,7 @@ from ..quantize.levels import Quantize
 from ..traits import Traits
 from ..types import Key
 from .base import UNKNOWN, AdaptiveCodec, LineMeasurement
-from .distributions import TruncatedNormal, TruncatedNormalMixture
+from .distributions import TruncatedNormalMixture
 from .level_search import alq, alq_gd, amq
 from .level_sets import exponential_levels, fixed_multiplier
 from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
@@ -95,7 +95,7 @@ class AdaptiveLevels(AdaptiveCodec):
         """The value of `LevelState.learned` before the first update."""
 
     @abstractmethod
-    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+    def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         """The new value of `learned` for this distribution."""
 
     @abstractmethod
@@ -121,7 +121,7 @@ class AdaptiveLevels(AdaptiveCodec):
         if is_mixture:
             return stats.largest(min(self.num_buckets, stats.norms.numel()))
         merged = stats.merged()  # one entry for the whole segment
-        return replace(merged, counts=merged.counts * (x.numel() / max(1.0, stats.counts.sum().item())))
+        return merged._replace(counts=merged.counts * (x.numel() / max(1.0, stats.counts.sum().item())))
 
     def is_due(self, state: LevelState, step: int) -> bool:
         return self._updates_at(step) and state.last_update != step
@@ -218,7 +218,7 @@ class ALQ(AdaptiveLevels):
     def _start(self) -> Tensor:
         return exponential_levels(self.bits, self._start_multiplier(), self.zero)
 
-    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+    def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         search = alq if self.search == "coordinate" else alq_gd
         return _float32(search(learned, dist, self.symmetric)).to(torch.float64)
 
@@ -260,7 +260,7 @@ class AMQ(AdaptiveLevels):
         multiplier = self._start_multiplier() if self.multiplier is None else self.multiplier
         return torch.tensor([multiplier], dtype=torch.float64, device="cpu")
 
-    def _search(self, learned: Tensor, dist: TruncatedNormal | TruncatedNormalMixture) -> Tensor:
+    def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         return torch.tensor([amq(learned.item(), dist, self.bits, self.zero)], dtype=torch.float64, device="cpu")
 
     def _levels(self, learned: Tensor) -> Tensor:

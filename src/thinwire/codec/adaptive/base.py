@@ -56,6 +56,9 @@ class AdaptiveCodec(Codec):
         """The share of a round that may wait for the line, for a codec that follows it; None for others."""
         return None
 
+    def _named_parts(self) -> dict[str, Codec]:
+        return {}  # codecs in its fields are what it chooses from
+
     def settings(self) -> tuple[Codec, ...]:
         """Codecs that a plan may put in its place, those of the most bytes first; empty if it cannot be planned."""
         return ()

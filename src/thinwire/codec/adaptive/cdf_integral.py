@@ -1,9 +1,9 @@
 """The integral of a distribution function: the one function that a search for levels needs.
 
-Let `H(x) = integral_low^x F`, so that `H' = F` and `H'' = f`. Integration by parts, twice, shows that the variance of a
+Let `H(x) = integral_-1^x F`, so that `H' = F` and `H'' = f`. Integration by parts, twice, shows that the variance of a
 level set is the error of the trapezoidal rule for 2H on the levels:
 
-    Psi(l) = sum_j (l_{j+1}-l_j) (H(l_j)+H(l_{j+1})) - 2 integral_low^high H.
+    Psi(l) = sum_j (l_{j+1}-l_j) (H(l_j)+H(l_{j+1})) - 2 integral_-1^1 H.
 """
 
 from __future__ import annotations
@@ -13,39 +13,43 @@ import math
 import torch
 from torch import Tensor
 
-from .distributions import Distribution
+from .distributions import TruncatedNormalMixture
 from .gaussian_integrals import SQRT_2PI, kernel
 
-WIDEST = 1e3  # in half-widths of the support; balances 1e-16 * WIDEST^2 of rounding against 1 / (2 WIDEST^2) of model
+WIDEST = 1e3  # balances 1e-16 * WIDEST^2 of rounding against 1 / (2 WIDEST^2) of model
 CENTRAL_MASS = 1e-3  # of the untruncated normal inside the support; with less, plain `erf` loses too many digits
 EPSILON = torch.finfo(torch.float64).eps
 
 
 class CdfIntegral:
-    """`x -> (H(x), F(x), f(x))` for x in the support: one `erf` and one `exp` per point and component.
+    """`x -> (H(x), F(x), f(x))` for x in [-1, 1]: one `erf` and one `exp` per point and component.
 
-    The absolute error is near 1e-16 for means in the support and standard deviations up to its width. `rounding`
-    estimates the error of H. A component wider than 1e3 half-widths is almost log-linear on the support. A component
-    of that width with the same slope replaces it, which moves levels by less than 1e-6 and Psi by the square of that.
+    The absolute error is near 1e-16 for means in [-1, 1] and standard deviations up to 2. `rounding` estimates the error
+    of H. A component with a standard deviation above 1e3 is almost log-linear on [-1, 1]. A component of that width with the
+    same slope replaces it, which moves levels by less than 1e-6 and Psi by the square of that.
+
+    Attributes:
+        low: the lower end of x; the upper end is 1.
 
     Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> H, F, f = CdfIntegral(TruncatedNormal(0.0, 0.5))(torch.tensor(1.0, dtype=torch.float64))
+        >>> from thinwire.codec.adaptive.statistics import prior
+        >>> H, F, f = CdfIntegral(prior(4, "l2"))(torch.tensor(1.0, dtype=torch.float64))
         >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
         (1.0, 1.0, 0.113129)
     """
 
-    def __init__(self, dist: Distribution) -> None:
-        self.low, self.high = dist.low, dist.high
-        weights, mean, std = dist.parameters
-        self.mean, self.std = _limit_width(mean, std, dist.low, dist.high)
-        self.anchor = self.mean.clamp(dist.low, dist.high)
-        ends = torch.tensor([[dist.low], [dist.high]], dtype=torch.float64, device="cpu")
+    low = -1.0
+
+    def __init__(self, dist: TruncatedNormalMixture) -> None:
+        self.mean, self.std = _limit_width(dist.means, dist.stds)
+        self.anchor = self.mean.clamp(-1, 1)
+        ends = torch.tensor([[-1.0], [1.0]], dtype=torch.float64, device="cpu")
         z_ends = (ends - self.mean) / self.std
         below, above = torch.special.ndtr(z_ends)
         self.central = bool((above - below > CENTRAL_MASS).all())
         (self.area_low, area_high), (self.height_low, _) = self._antiderivative(ends, z_ends)
         mass = area_high - self.area_low
+        weights = dist.weights
         self.of_f, self.of_F, self.of_H = weights / (self.std * mass), weights / mass, weights * self.std / mass
         self.rounding = 4 * EPSILON * float(self.of_H.sum())
 
@@ -67,19 +71,19 @@ class CdfIntegral:
 
 
 class FoldedCdfIntegral:
-    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, high]; for symmetric level sets.
+    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1]; for symmetric level sets.
 
     Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> H, F, f = FoldedCdfIntegral(CdfIntegral(TruncatedNormal(0.3, 0.5)))(torch.tensor(1.0, dtype=torch.float64))
+        >>> from thinwire.codec.adaptive.statistics import prior
+        >>> H, F, f = FoldedCdfIntegral(CdfIntegral(prior(4, "l2")))(torch.tensor(1.0, dtype=torch.float64))
         >>> round(F.item(), 9)
         1.0
     """
 
+    low = 0.0
+
     def __init__(self, unfolded: CdfIntegral) -> None:
-        if unfolded.low != -unfolded.high:
-            raise ValueError(f"symmetric levels need a support [-a, a], got [{unfolded.low}, {unfolded.high}]")
-        self.unfolded, self.low, self.high, self.rounding = unfolded, 0.0, unfolded.high, 4 * unfolded.rounding
+        self.unfolded, self.rounding = unfolded, 4 * unfolded.rounding
         self.at_zero = unfolded(torch.zeros((), dtype=torch.float64, device="cpu"))[0]
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +91,7 @@ class FoldedCdfIntegral:
         return right + left - 2 * self.at_zero, above - below, f_right + f_left
 
 
-def _limit_width(mean: Tensor, std: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """Equal slope of log f at the middle m of the support, `(mean-m)/std^2`, and std at most `WIDEST` half-widths."""
-    middle, limited = (low + high) / 2, std.clamp(max=WIDEST * (high - low) / 2)
-    return torch.where(std > limited, middle + (mean - middle) * (limited / std) ** 2, mean), limited
+def _limit_width(mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
+    """Equal slope of log f at zero, `mean/std^2`, and std at most `WIDEST`."""
+    limited = std.clamp(max=WIDEST)
+    return torch.where(std > limited, mean * (limited / std) ** 2, mean), limited

@@ -35,6 +35,7 @@ from torch import Tensor
 from ... import debug
 from ...algorithm import require
 from ...membership import WHOLE, State, config, restart, shared
+from ...options import require_choice, require_integer, require_kind, require_number
 from ..base import Codec
 from ..compose.chain import chain
 from ..compose.per_layer import PerLayer
@@ -56,7 +57,6 @@ CANDIDATES: dict[str, tuple[Codec, ...]] = {
     "quantizers": (*QUANTIZERS, Identity()),
 }
 
-WEIGHTINGS = ("relative", "squared")
 LINE = "line"
 _START_BITS = 4.0  # of the first rounds under "line"
 _NEAR, _LESS, _MOST_LOSS, _MOST_GROWTH = 0.85, 0.7, 0.25, 4.0  # factors, see above
@@ -183,10 +183,7 @@ class Fitted(AdaptiveCodec):
             or (isinstance(budget, (int, float)) and 0 < budget < math.inf),
             f"Fitted: budget must be bits an element such as 3.0, a codec such as QSGD(bits=3), or 'line', got {budget!r}",
         )
-        require(
-            self.error_of is None or isinstance(self.error_of, Codec),
-            f"Fitted: error_of must be a codec such as QSGD(bits=4), got {self.error_of!r}",
-        )
+        require_kind("Fitted: error_of", self.error_of, Codec, "a codec such as QSGD(bits=4)", or_none=True)
         for name in ("candidates", "measure_steps", "limits"):
             if not isinstance(getattr(self, name), (str, type(None))):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
@@ -197,17 +194,12 @@ class Fitted(AdaptiveCodec):
         )
         for codec in self.codecs:
             _check_candidate(codec)
-        rounds = [*self.measure_steps, self.measure_every, self.follow_every]
-        require(
-            all(isinstance(step, int) and step >= 1 for step in rounds),
-            f"Fitted: measure_steps, measure_every and follow_every must be positive integers, got {self.measure_steps}, "
-            f"{self.measure_every!r} and {self.follow_every!r}; the first round has no gradients to measure",
-        )
-        require(
-            self.weighting in WEIGHTINGS,
-            f"Fitted: weighting must be one of {', '.join(WEIGHTINGS)}, got {self.weighting!r}",
-        )
-        require(0 < self.wait_share < 1, f"Fitted: wait_share must be between 0 and 1, got {self.wait_share!r}")
+        for step in self.measure_steps:
+            require_integer("Fitted: each of measure_steps", step, 1, hint="; round 0 has no gradients to measure")
+        for name in ("measure_every", "follow_every"):
+            require_integer(f"Fitted: {name}", getattr(self, name), 1)
+        require_choice("Fitted: weighting", self.weighting, ("relative", "squared"))
+        require_number("Fitted: wait_share", self.wait_share, above=0, below=1)
         require(
             len(self.limits) == 2 and 0 < self.limits[0] <= self.limits[1] < math.inf,
             f"Fitted: limits must be the fewest and the most bits an element, such as (0.5, 32.0), got {self.limits!r}",

@@ -21,10 +21,9 @@ NARROW = 0.5  # half-width * max(1, |middle|) below which an interval is summed 
 
 
 class IntervalIntegrals(NamedTuple):
-    """Integrals of a weight w over [a, b]: of `w`, of `(r-a) w` and of `(b-r)(r-a) w`."""
+    """Integrals of a weight w over [a, b]: of `w`, and of `(b-r)(r-a) w`."""
 
     mass: Tensor
-    first: Tensor
     spread: Tensor
 
 
@@ -62,12 +61,12 @@ def interval_integrals(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: 
     """Integrals over `[a, b]` against `kernel(., mean, std, anchor)`; all arguments broadcast.
 
     Args:
-        a, b: ends of the intervals, `a <= b`. The anchor must be the point of [low, high] nearest to the mean, and the
-            intervals must lie in [low, high], so that the kernel is at most 1 on them.
+        a, b: ends of the intervals, `a <= b`. The anchor must be the point of [-1, 1] nearest to the mean, and the
+            intervals must lie in [-1, 1], so that the kernel is at most 1 on them.
         mean, std, anchor: of the normal kernel; `std > 0`.
 
     Returns:
-        The three integrals, of the broadcast shape. Relative error about 1e-11.
+        The two integrals, of the broadcast shape. Relative error about 1e-11.
     """
     a, b, mean, std, anchor = torch.broadcast_tensors(a, b, mean, std, anchor)
     half_width, middle = (b - a) / (2 * std), ((a + b) / 2 - mean) / std
@@ -83,16 +82,14 @@ def interval_integrals(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: 
 def _narrow(h: Tensor, c: Tensor, std: Tensor, scale: Tensor) -> IntervalIntegrals:
     """`exp(-(c+t)^2/2) = exp(-c^2/2) sum_n (-t)^n He_n(c)/n!` (Hermite), integrated over |t| <= h term by term."""
     previous, term = torch.zeros_like(h), torch.ones_like(h)  # (-h)^n He_n(c)/n!
-    mass, odd, spread = torch.zeros_like(h), torch.zeros_like(h), torch.zeros_like(h)
+    mass, spread = torch.zeros_like(h), torch.zeros_like(h)
     for n in range(SERIES_TERMS):
-        if n % 2 == 0:
+        if n % 2 == 0:  # odd terms cancel on an interval about its middle
             mass = mass + term * (2 / (n + 1))
             spread = spread + term * (4 / ((n + 1) * (n + 3)))
-        else:
-            odd = odd + term * (2 / (n + 2))
         previous, term = term, -(h / (n + 1)) * (c * term + h * previous)
     width = h * std
-    return IntervalIntegrals(scale * width * mass, scale * width**2 * (mass + odd), scale * width**3 * spread)
+    return IntervalIntegrals(scale * width * mass, scale * width**3 * spread)
 
 
 def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> IntervalIntegrals:
@@ -112,8 +109,6 @@ def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> In
     p0, p1, p2 = (at_near * r for r in tail_integrals(s))
     q0, q1, q2 = (at_far * r for r in tail_integrals(far.clamp(min=0)))
     mass = torch.where(around, SQRT_2PI - p0 - q0, p0 - q0)
-    from_near = torch.where(around, SQRT_2PI * s, 0) + p1 - q1 - length * q0
     beyond = torch.where(around, SQRT_2PI * (s * far - 1) + 2 * p2, -2 * p2)
     spread = length * (p1 + q1) + beyond + 2 * q2
-    first = torch.where(left, length * mass - from_near, from_near)
-    return IntervalIntegrals(std * mass, std**2 * first, std**3 * spread)
+    return IntervalIntegrals(std * mass, std**3 * spread)

@@ -1,7 +1,6 @@
 """Search for the level set of least variance under a distribution of normalised coordinates.
 
-A level set is an increasing float64 vector from the lower to the upper end of the distribution's support. Coordinates
-divided by their bucket's norm have the support [-1, 1]. Unbiased stochastic rounding to the levels has the expected
+A level set is an increasing float64 vector from -1 to 1. Unbiased stochastic rounding to the levels has the expected
 squared error `Psi(l)` (`TruncatedNormalMixture.quantization_variance`). A search moves all levels but the outer two.
 One tensor holds all starts of a search, one per row. The result depends on the arguments alone, so workers with equal
 statistics find equal levels.
@@ -16,8 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...algorithm import require
 from .cdf_integral import CdfIntegral, FoldedCdfIntegral
-from .distributions import Distribution, check_levels
+from .distributions import TruncatedNormalMixture
 from .level_sets import equidistant, exponential_levels, half, mirror, powers_of
 from .roots import increasing_root
 
@@ -25,19 +25,27 @@ Cdf = CdfIntegral | FoldedCdfIntegral
 
 SETTLED = 1e-9  # sweeps end early when no level moves by more
 LEVEL_TOLERANCE = 1e-10  # on dPsi/dl, per width of the interval; Psi is off by its square
+GRADIENT_RATE = 1.0  # suits Psi, whose second derivatives are close to the mass between neighbouring levels
+MULTIPLIER_RATE = 0.7
 CLIP = 0.45  # of the nearer gap; at one half, two neighbours could meet
 SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER, LONGEST_STEP = 0.01, 0.99, 0.1
 
 
 class _Search:
-    """The variables of a search and the derivatives of Psi.
+    """The variables of a search from given levels, and the derivatives of Psi.
 
-    For symmetric sets the variables are the half `0, l_1, ..., high`, under the folded distribution. Without a level at
+    For symmetric sets the variables are the half `0, l_1, ..., 1`, under the folded distribution. Without a level at
     zero (`mirrored`), the left neighbour of l_1 is -l_1.
     """
 
-    def __init__(self, dist: Distribution, symmetric: bool, zero: bool) -> None:
-        self.dist, self.symmetric, self.zero, self.mirrored = dist, symmetric, zero, symmetric and not zero
+    def __init__(self, levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool) -> None:
+        require(
+            not symmetric or torch.equal(levels, -levels.flip(0)),
+            f"expected symmetric levels, got {levels.tolist()}; symmetric=False searches over all sets",
+        )
+        self.levels, self.dist, self.symmetric = levels, dist, symmetric
+        self.zero = bool((levels == 0).any())
+        self.mirrored = symmetric and not self.zero
         self.cdf: Cdf = FoldedCdfIntegral(CdfIntegral(dist)) if symmetric else CdfIntegral(dist)
 
     def variables(self, levels: Tensor) -> Tensor:
@@ -58,7 +66,7 @@ class _Search:
         )
         H_x, F_x, f_x = self.cdf(x)
         own = torch.zeros(x.shape[-1], dtype=torch.bool, device="cpu")
-        own[0] = self.mirrored and at == 1
+        own[:1] = self.mirrored and at == 1  # there may be no interior level at all
         left, H_left = torch.where(own, -x, left), torch.where(own, H_x, H_left)
         return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
 
@@ -91,61 +99,32 @@ class _Search:
             areas[..., 0] /= 2  # the folded density counts the interval around zero twice
         return areas.sum(dim=-1), self.derivative(1, 1, levels[..., 1:-1], levels, H)[0]
 
-    def quantiles(self, num_levels: int) -> Tensor:
+    def quantiles(self) -> Tensor:
         """Levels at equidistant values of F."""
-        steps = equidistant(num_levels)
+        steps = equidistant(self.levels.numel())
         fractions = half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2
-        low, high = torch.full_like(fractions, self.cdf.low), torch.full_like(fractions, self.cdf.high)
+        low, high = torch.full_like(fractions, self.cdf.low), torch.ones_like(fractions)
 
         def excess(x: Tensor) -> tuple[Tensor, Tensor]:
             _, F, f = self.cdf(x)
             return F - fractions, f
 
         interior = increasing_root(excess, (low + high) / 2, low, high, fractions * LEVEL_TOLERANCE)
-        return self.full(torch.cat([low.new_tensor([self.cdf.low]), interior, low.new_tensor([self.cdf.high])]))
+        return self.full(torch.cat([low.new_tensor([self.cdf.low]), interior, low.new_ones(1)]))
 
-    def starts(self, levels: Tensor) -> Tensor:
+    def starts(self) -> Tensor:
         """Rows: the given levels, uniform, exponential, quantiles."""
-        num_levels, middle = levels.numel(), (self.dist.low + self.dist.high) / 2
-        uniform = equidistant(num_levels)
-        half = torch.tensor(0.5, dtype=torch.float64, device="cpu")
-        exponential = mirror(powers_of(half, num_levels // 2), bool(num_levels % 2))
-        scaled = torch.stack([uniform, exponential]) * ((self.dist.high - self.dist.low) / 2) + middle
-        scaled[:, 0], scaled[:, -1] = self.dist.low, self.dist.high
-        return torch.cat([levels.unsqueeze(0), scaled, self.quantiles(num_levels).unsqueeze(0)])
+        num_levels = self.levels.numel()
+        base = torch.tensor(0.5, dtype=torch.float64, device="cpu")
+        exponential = mirror(powers_of(base, num_levels // 2), bool(num_levels % 2))
+        return torch.stack([self.levels, equidistant(num_levels), exponential, self.quantiles()])
 
     def best(self, candidates: Tensor) -> Tensor:
         """The candidate of least Psi; ties go to the first."""
         return candidates[torch.argmin(self.dist.quantization_variance(candidates))]
 
 
-def _search(levels: Tensor, dist: Distribution, symmetric: bool) -> tuple[Tensor, _Search]:
-    levels = check_levels(levels, dist.low, dist.high)
-    if levels.dim() != 1 or (levels.diff() <= 0).any():
-        raise ValueError(f"expected a vector of strictly increasing levels, got {levels.tolist()}")
-    if symmetric and not torch.equal(levels, -levels.flip(0)):
-        raise ValueError(f"expected symmetric levels, got {levels.tolist()}; symmetric=False searches over all sets")
-    return levels, _Search(dist, symmetric, bool((levels == 0).any()))
-
-
-def coordinate_sweep(levels: Tensor, dist: Distribution, symmetric: bool = True) -> Tensor:
-    """One sweep of coordinate descent: each interior level moves to its exact optimum given its neighbours.
-
-    `l_j <- F^-1( (1/(b-a)) integral over [a, b] of F )` with neighbours a and b: first the odd levels, then the even
-    ones. Levels of one parity are not neighbours, so moving them together is still coordinate descent. Psi does not
-    increase, except by rounding (1e-15). The arguments, errors and source are those of `alq`.
-
-    Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
-        >>> coordinate_sweep(uniform_levels(2), TruncatedNormal(0.0, 0.2)).tolist()[2] < 1 / 3
-        True
-    """
-    levels, search = _search(levels, dist, symmetric)
-    return search.full(search.sweep(search.variables(levels)))
-
-
-def alq(levels: Tensor, dist: Distribution, symmetric: bool = True, sweeps: int = 30) -> Tensor:
+def alq(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, sweeps: int = 30) -> Tensor:
     r"""Adaptive level quantization: the levels of least variance found by coordinate descent on every level.
 
     There are four starts: the given levels, uniform, exponential with p = 1/2, and quantiles of F. From each, sweeps
@@ -154,8 +133,8 @@ def alq(levels: Tensor, dist: Distribution, symmetric: bool = True, sweeps: int 
     Pass the levels of `amq` to get a result that is never worse than those.
 
     Args:
-        levels: the present set `[num_levels]`, strictly increasing from `dist.low` to `dist.high`. It determines the
-            number of levels and, with `symmetric`, whether zero is one of them.
+        levels: the present set `[num_levels]`, strictly increasing from -1 to 1. It determines the number of levels and,
+            with `symmetric`, whether zero is one of them.
         dist: the distribution of the normalised coordinates; a mixture for ALQ, one pooled normal for ALQ-N.
         symmetric: whether to search only sets that contain `-l` for every `l`, by the density of |r|.
         sweeps: largest number of sweeps; the search ends early once no level moves by more than 1e-9. Higher => closer to
@@ -165,21 +144,18 @@ def alq(levels: Tensor, dist: Distribution, symmetric: bool = True, sweeps: int 
         float64 `[num_levels]`.
 
     Raises:
-        ValueError: for levels that do not increase strictly, do not span the support, or are not symmetric although
-            `symmetric` is set.
+        ValueError: for levels that are not symmetric although `symmetric` is set.
 
     Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
-        >>> dist = TruncatedNormal(0.0, 0.2)
-        >>> levels = alq(uniform_levels(3), dist)
-        >>> bool(dist.quantization_variance(levels) < 0.5 * dist.quantization_variance(uniform_levels(3)))
+        >>> from thinwire.codec.adaptive.statistics import prior
+        >>> dist, uniform = prior(25, "l2"), equidistant(8)
+        >>> bool(dist.quantization_variance(alq(uniform, dist)) < 0.5 * dist.quantization_variance(uniform))
         True
 
     Source: arXiv 2010.12460.
     """
-    levels, search = _search(levels, dist, symmetric)
-    starts = search.starts(levels)
+    search = _Search(levels, dist, symmetric)
+    starts = search.starts()
     variables = search.variables(starts)
     for _ in range(sweeps):
         before, variables = variables, search.sweep(variables)
@@ -188,31 +164,28 @@ def alq(levels: Tensor, dist: Distribution, symmetric: bool = True, sweeps: int 
     return search.best(torch.cat([search.full(variables), starts]))
 
 
-def alq_gd(
-    levels: Tensor, dist: Distribution, symmetric: bool = True, rate: float = 1.0, num_steps: int = 50
-) -> Tensor:
+def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, num_steps: int = 50) -> Tensor:
     r"""`alq` by gradient descent on all levels at once (ALQ-GD), from the same starts.
 
     `l_j <- l_j - sign(g_j) min(rate |g_j|, 0.45 d_j)` with `g_j = dPsi/dl_j` and `d_j` the smaller gap next to l_j. This
-    limit keeps the order of the levels. A step that would increase Psi is not taken; the rate is halved instead.
+    limit keeps the order of the levels. The rate is 1 at first. A step that would increase Psi is not taken; the rate is
+    halved instead.
 
     Args:
         levels, dist, symmetric: as for `alq`; the result and the errors are the same too.
-        rate: step length; 1 suits Psi, whose second derivatives are close to the mass between neighbouring levels.
         num_steps: steps from each start.
 
     Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> from thinwire.codec.adaptive.level_sets import uniform_levels
-        >>> dist = TruncatedNormal(0.0, 0.2)
-        >>> bool(dist.quantization_variance(alq_gd(uniform_levels(3), dist)) < 0.01)
+        >>> from thinwire.codec.adaptive.statistics import prior
+        >>> dist = prior(25, "l2")
+        >>> bool(dist.quantization_variance(alq_gd(equidistant(8), dist)) < 0.01)
         True
 
     Source: arXiv 2010.12460.
     """
-    levels, search = _search(levels, dist, symmetric)
-    starts = search.starts(levels)
-    variables = _descend(search.variables(starts), search.shifted_variance, _clipped_step, rate, num_steps)
+    search = _Search(levels, dist, symmetric)
+    starts = search.starts()
+    variables = _descend(search.variables(starts), search.shifted_variance, _clipped_step, GRADIENT_RATE, num_steps)
     return search.best(torch.cat([search.full(variables), starts]))
 
 
@@ -224,40 +197,31 @@ def _clipped_step(levels: Tensor, step: Tensor) -> Tensor:
     return moved
 
 
-def amq(
-    multiplier: float, dist: Distribution, bits: int, zero: bool = False, rate: float = 0.7, num_steps: int = 50
-) -> float:
+def amq(multiplier: float, dist: TruncatedNormalMixture, bits: int, zero: bool = False) -> float:
     r"""Adaptive multiplier quantization: the p of least variance for levels `+-p^j`, by gradient descent.
 
     `p <- p - rate d log Psi/dp`, from p = 0.1, 0.2, ..., 0.9 and the given p; the p of least Psi is the result. The
-    logarithm makes the rate independent of the scale of the coordinates: Psi itself shrinks with the bucket size, so
-    descent on Psi with a fixed rate would hardly move. A step is at most 0.1. A step that would increase Psi is not
-    taken; the rate is halved instead.
+    logarithm makes the rate, 0.7 at first, independent of the scale of the coordinates: Psi itself shrinks with the bucket
+    size, so descent on Psi with a fixed rate would hardly move. A step is at most 0.1. A step that would increase Psi is
+    not taken; the rate is halved instead.
 
     Args:
         multiplier: the present p, in (0, 1). The result is never worse than it, nor than 0.1, ..., 0.9.
-        dist: a distribution on [-1, 1]; a mixture for AMQ, one pooled normal for AMQ-N.
+        dist: of the normalised coordinates; a mixture for AMQ, one pooled normal for AMQ-N.
         bits, zero: as in `exponential_levels`.
-        rate: step length of the descent.
-        num_steps: steps from each start.
 
     Returns:
         p; the levels are `exponential_levels(bits, p, zero)`.
 
-    Raises:
-        ValueError: for a multiplier outside (0, 1), a support other than [-1, 1], or fewer bits than levels need.
-
     Example:
-        >>> from thinwire.codec import TruncatedNormal
-        >>> round(amq(0.5, TruncatedNormal(0.0, 0.2), bits=3), 3)
+        >>> from thinwire.codec.adaptive.statistics import prior
+        >>> round(amq(0.5, prior(25, "l2"), bits=3), 3)
         0.43
 
     Source: arXiv 2010.12460.
     """
     present = exponential_levels(bits, multiplier, zero)
-    if (dist.low, dist.high) != (-1.0, 1.0):
-        raise ValueError(f"exponential levels need the support [-1, 1], got [{dist.low}, {dist.high}]")
-    search, count = _Search(dist, True, zero), present.numel() // 2
+    search, count = _Search(present, dist, True), present.numel() // 2
     starts = torch.tensor([[multiplier], *([i / 10] for i in range(1, 10))], dtype=torch.float64, device="cpu")
     constant = dist.quantization_variance(present) - search.shifted_variance(half(present))[0]
     powers = torch.arange(count - 1, 0, -1, dtype=torch.float64, device="cpu")
@@ -269,8 +233,8 @@ def amq(
         slope = (gradient * powers * p ** (powers - 1)).sum(dim=-1)
         return variance, (slope / variance).unsqueeze(-1)
 
-    found = torch.cat([_descend(starts, log_variance, _multiplier_step, rate, num_steps), starts])
-    candidates = mirror(powers_of(found.squeeze(-1), count), zero)
+    found = torch.cat([_descend(starts, log_variance, _multiplier_step, MULTIPLIER_RATE), starts])
+    candidates = exponential_levels(bits, found.squeeze(-1), zero)
     return found[torch.argmin(dist.quantization_variance(candidates))].item()
 
 
@@ -283,7 +247,7 @@ def _descend(
     evaluate: Callable[[Tensor], tuple[Tensor, Tensor]],
     move: Callable[[Tensor, Tensor], Tensor],
     rate: float,
-    num_steps: int,
+    num_steps: int = 50,
 ) -> Tensor:
     """Gradient descent of every row of x. A row whose value would not decrease does not move and halves its rate."""
     rates = torch.full_like(x[..., :1], rate)

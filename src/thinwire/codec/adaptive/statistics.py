@@ -7,23 +7,23 @@ worker's with `from_tensor`, and `concatenate` them in rank order. Equal statist
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .distributions import TruncatedNormal, TruncatedNormalMixture
+from .distributions import TruncatedNormalMixture
 
 CHUNK = 2**16  # elements
 
 
-@dataclass(frozen=True, eq=False)
-class BucketStatistics:
+class BucketStatistics(NamedTuple):
     """Statistics of buckets, one entry each, float64 `[num_buckets]`.
 
-    Args:
+    Attributes:
         norms: the bucket's norm; 0 if all its elements are zero or one is not finite.
-        means, stds: mean and (population) standard deviation of the coordinates divided by the norm, in [-1, 1].
+        means: mean of the coordinates divided by the norm, in [-1, 1].
+        stds: their (population) standard deviation.
         counts: the number of coordinates; the last bucket of a tensor may have fewer than the others.
     """
 
@@ -39,27 +39,23 @@ class BucketStatistics:
 
     def to_tensor(self) -> Tensor:
         """All four fields in one float64 vector of `4 * num_buckets`, for an all-gather."""
-        return torch.cat([self.norms, self.means, self.stds, self.counts])
+        return torch.cat(self)
 
     @staticmethod
     def from_tensor(flat: Tensor) -> BucketStatistics:
-        """The inverse of `to_tensor`. ValueError for a length that four does not divide."""
-        if flat.dim() != 1 or flat.numel() % 4:
-            raise ValueError(f"expected a vector of 4 fields of equal length, got shape {tuple(flat.shape)}")
-        return BucketStatistics(*flat.to(torch.float64).chunk(4)) if flat.numel() else BucketStatistics(*[flat] * 4)
+        """The inverse of `to_tensor`."""
+        return BucketStatistics(*flat.to(torch.float64).view(4, flat.numel() // 4))
 
     @staticmethod
     def concatenate(parts: Sequence[BucketStatistics]) -> BucketStatistics:
         """The buckets of several tensors, or of several workers in rank order."""
-        fields = ("norms", "means", "stds", "counts")
-        return BucketStatistics(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
+        return BucketStatistics(*map(torch.cat, zip(*parts, strict=True)))
 
     def largest(self, num_buckets: int) -> BucketStatistics:
         """The `num_buckets` buckets of largest norm, in descending order, padded with zeros; ties go to the first bucket."""
         kept = torch.sort(self.norms, descending=True, stable=True).indices[:num_buckets]
         padding = (0, num_buckets - kept.numel())
-        fields = (self.norms, self.means, self.stds, self.counts)
-        return BucketStatistics(*(torch.nn.functional.pad(field[kept], padding) for field in fields))
+        return BucketStatistics(*(torch.nn.functional.pad(field[kept], padding) for field in self))
 
     def merged(self) -> BucketStatistics:
         """All buckets of non-zero norm as one entry: the moments of all their coordinates, and the largest norm."""
@@ -82,9 +78,6 @@ def bucket_statistics(x: Tensor, bucket_size: int, norm: str = "l2") -> BucketSt
         bucket_size: coordinates a bucket; that of the codec.
         norm: "l2" or "max", that of the codec.
 
-    Raises:
-        ValueError: for a bucket size below 1 or another norm.
-
     Example:
         >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 2.0]), bucket_size=2)
         >>> stats.norms.tolist(), stats.counts.tolist()
@@ -92,8 +85,6 @@ def bucket_statistics(x: Tensor, bucket_size: int, norm: str = "l2") -> BucketSt
 
     Source: arXiv 2010.12460.
     """
-    if bucket_size < 1 or norm not in ("l2", "max"):
-        raise ValueError(f"expected bucket_size >= 1 and norm 'l2' or 'max', got {bucket_size} and {norm!r}")
     flat = x.detach().reshape(-1).to(torch.float64)
     padding = -flat.numel() % bucket_size
     buckets = torch.nn.functional.pad(flat, (0, padding)).reshape(-1, bucket_size)
@@ -137,20 +128,16 @@ def _rank(rows: Tensor, norm: str) -> Tensor:
 
 
 def mixture(stats: BucketStatistics, num_buckets: int, weighting: str = "norm") -> TruncatedNormalMixture:
-    """The mixture of truncated normals on [-1, 1], one for each of the `num_buckets` buckets of largest norm.
+    """One truncated normal for each of the `num_buckets` buckets of largest norm.
 
     `f = sum_k w_k N(mean_k, std_k^2)`, each cut off to [-1, 1], `w_k` proportional to the norm, or to its square, and
     to the number d_k of coordinates (equal but for last buckets): as a bucket's error is `norm_k^2 d_k Psi_k`, the
     square makes Psi the error of the gradient itself.
 
     Args:
-        stats: of one worker, or pooled.
+        stats: of one worker, or of several; `informative`.
         num_buckets: at most so many components (20 to 350). Higher => slower update, closer to the gradient.
         weighting: "norm" or "norm2".
-
-    Raises:
-        ValueError: for num_buckets < 1, another weighting, or statistics without any non-zero bucket (see
-            `BucketStatistics.informative`).
 
     Example:
         >>> stats = bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 12.0, 5.0]), bucket_size=2)
@@ -159,52 +146,39 @@ def mixture(stats: BucketStatistics, num_buckets: int, weighting: str = "norm") 
 
     Source: arXiv 2010.12460.
     """
-    if num_buckets < 1 or weighting not in ("norm", "norm2"):
-        raise ValueError(f"expected num_buckets >= 1, weighting 'norm' or 'norm2', got {num_buckets}, {weighting!r}")
-    _check_informative(stats)
     kept = stats.largest(num_buckets)
     weights = kept.norms / kept.norms.max()
     weights = (weights**2 if weighting == "norm2" else weights) * kept.counts
     return TruncatedNormalMixture(weights, kept.means, kept.stds)
 
 
-def pooled(stats: BucketStatistics) -> TruncatedNormal:
-    """One truncated normal on [-1, 1] with the moments of all normalised coordinates together (ALQ-N, AMQ-N).
+def pooled(stats: BucketStatistics) -> TruncatedNormalMixture:
+    """One truncated normal with the moments of all normalised coordinates together (ALQ-N, AMQ-N).
 
     `mean = sum_k d_k mean_k / d`, `std^2 = sum_k d_k (std_k^2 + mean_k^2) / d - mean^2`, over the buckets of non-zero
-    norm with `d_k` coordinates, d in all.
-
-    Raises:
-        ValueError: for statistics without any non-zero bucket.
+    norm with `d_k` coordinates, d in all. The statistics must be `informative`.
 
     Example:
         >>> dist = pooled(bucket_statistics(torch.tensor([3.0, -4.0, 0.0, 0.0, 4.0, -3.0]), bucket_size=2))
-        >>> round(dist.mean.item(), 6), round(dist.std.item(), 6)
+        >>> round(dist.means.item(), 6), round(dist.stds.item(), 6)
         (0.0, 0.707107)
 
     Source: arXiv 2010.12460.
     """
-    _check_informative(stats)
     every = stats.merged()
-    return TruncatedNormal(every.means[0], every.stds[0])
+    return TruncatedNormalMixture(torch.ones_like(every.means), every.means, every.stds)
 
 
-def prior(bucket_size: int, norm: str) -> TruncatedNormal:
+def prior(bucket_size: int, norm: str) -> TruncatedNormalMixture:
     """The distribution assumed before the first observation: coordinates of a bucket of independent normal numbers.
 
     The L2 norm of d numbers is about `sqrt(d)` standard deviations. Their largest magnitude is about the quantile of
     `1 - 1 / (2 (d + 1))`.
 
     Example:
-        >>> round(prior(400, "l2").std.item(), 3), round(prior(400, "max").std.item(), 3)
+        >>> round(prior(400, "l2").stds.item(), 3), round(prior(400, "max").stds.item(), 3)
         (0.05, 0.331)
     """
-    if norm == "l2":
-        return TruncatedNormal(0.0, bucket_size**-0.5)
-    largest = torch.special.ndtri(torch.tensor(1 - 0.5 / (bucket_size + 1), dtype=torch.float64, device="cpu"))
-    return TruncatedNormal(0.0, 1 / largest)
-
-
-def _check_informative(stats: BucketStatistics) -> None:
-    if not stats.informative:
-        raise ValueError("every bucket is zero or not finite; keep the levels and sample a later gradient")
+    one = torch.ones(1, dtype=torch.float64, device="cpu")
+    std = one * bucket_size**-0.5 if norm == "l2" else 1 / torch.special.ndtri(one - 0.5 / (bucket_size + 1))
+    return TruncatedNormalMixture(one, torch.zeros_like(one), std)

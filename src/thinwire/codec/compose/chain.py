@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -10,20 +10,19 @@ import torch
 from torch import Tensor
 
 from ...algorithm import Algorithm, require
-from ...kernels import Flag
 from ...options import require_kind
 from ..base import Codec
 from ..sparse.base import Sparsifier
-from ..sparse.payload import decode_sparse, encode_sparse, sparse_nbytes, sparse_sections, sum_sparse
+from ..sparse.payload import SparseCodec
 from ..traits import Traits
-from ..types import Key, Selection, Size
-from .huffman import EntropyCoded, EntropyCoder
+from ..types import Key
+from .huffman import Huffman, HuffmanCoded
 from .rice import GapCoded, Rice
 from .transform import Transform, Transformed
 
 
 @dataclass(frozen=True, repr=False)
-class Chain(Codec):
+class Chain(SparseCodec):
     """The result of `chain(sparsifier, values)`: the payload is [values, as the second codec sends them][support].
 
     The residual is exact: the values that the sparsifier drops, and the error of the second codec on the others.
@@ -55,24 +54,11 @@ class Chain(Codec):
             sparse=sparse,
         )
 
-    def combine(self, totals: list[Tensor]) -> None:
-        self.values.combine(totals)
-
-    def parts(self) -> tuple[Codec, ...]:
+    def selector_and_values(self) -> tuple[Sparsifier, Codec]:
         return self.sparsifier, self.values
 
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        sparsifier = fn(self.sparsifier)
-        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
-        return Chain(sparsifier, fn(self.values))
-
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
-        try:
-            return self.sparsifier.support(payload, size, key)
-        except ValueError as error:
-            raise ValueError(f"{self}: {error}") from error
+    def combine(self, totals: list[Tensor]) -> None:
+        self.values.combine(totals)
 
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         """What reaches it of the values that the sparsifier keeps."""
@@ -80,32 +66,12 @@ class Chain(Codec):
         kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
         return self.values.reaching(kept.values.split(kept.counts), keys)
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
         first, *coders = self.sparsifier._links()
         return (first, *self.values._links(), *coders)
 
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        return encode_sparse(self.sparsifier, self.values, segments, keys, residuals)
 
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        decode_sparse(self.sparsifier, self.values, payload, outs, weight, keys)
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        return sum_sparse(self.sparsifier, self.values, payloads, outs, weight, keys)
-
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return sparse_nbytes(self.sparsifier, self.values, numels)
-
-    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
-        return sparse_sections(self.sparsifier, self.values, size)
-
-
-def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Codec:
+def chain(first: Codec | Transform, *links: Codec | Huffman | Rice) -> Codec:
     """Compose codecs: keep few coordinates, send their values through another codec, and code symbols and indices.
 
     A transform such as `Tiles(64)` or `DCT(64)` may stand before all of them; the codecs then work on new coordinates.
@@ -143,14 +109,14 @@ def chain(first: Codec | Transform, *links: Codec | EntropyCoder | Rice) -> Code
     if isinstance(last, Rice):
         if not isinstance(first, Sparsifier):
             raise ValueError(f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
-        gap_coded = GapCoded(first, last)
+        gap_coded = GapCoded(first)
         return chain(gap_coded, *others) if others else gap_coded
-    if isinstance(last, EntropyCoder):
-        *before, coded = first, *others
+    if isinstance(last, Huffman):
+        coded = others[-1] if others else first
         if not isinstance(coded, Codec):
             raise ValueError(f"chain: {last} codes the symbols of the codec before it, and {coded} is no codec")
-        entropy_coded = EntropyCoded(coded, last)
-        return chain(first, *before[1:], entropy_coded) if before else entropy_coded
+        huffman_coded = HuffmanCoded(coded)
+        return chain(first, *others[:-1], huffman_coded) if others else huffman_coded
     require(not others, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")
     if not isinstance(first, Sparsifier):
         raise ValueError(f"chain: the first link must be a sparsifier such as TopK, got {first}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,25 +15,14 @@ from ..types import Symbols
 from .wrapper import Wrapper
 
 
-class EntropyCoder(Algorithm, ABC):
-    """The last link of a `chain`: codes the symbols of the codec before it without loss; the size depends on the data."""
-
-    @abstractmethod
-    def encode(self, packed: Tensor, symbols: Symbols) -> Tensor:
-        """Code bit-packed symbols; the result is at most one byte longer."""
-
-    @abstractmethod
-    def decode(self, payload: Tensor, symbols: Symbols) -> Tensor:
-        """The bit-packed symbols; ValueError if the payload is corrupt."""
-
-
 @dataclass(frozen=True, repr=False)
-class Huffman(EntropyCoder):
-    """A Huffman code for the symbol frequencies of one payload: no other prefix code of symbols is shorter.
+class Huffman(Algorithm):
+    """The last link of a `chain`: a Huffman code for the symbol frequencies of one payload.
 
-    A symbol takes between H and H + 1 bits, where H is the entropy of the frequencies; typically H + 0.03 for symbols of
-    4 bits. The code is canonical, so its lengths define it: the payload has 4 bits for each possible symbol. Codes have
-    12 bits at most. If the code saves nothing, the payload is one byte and the symbols as they are.
+    No other prefix code of symbols is shorter. A symbol takes between H and H + 1 bits, where H is the entropy of the
+    frequencies; typically H + 0.03 for symbols of 4 bits. The code is canonical, so its lengths define it: the payload has
+    4 bits for each possible symbol. Codes have 12 bits at most. If the code saves nothing, the payload is one byte and the
+    symbols as they are.
 
     Source: Huffman 1952, A method for the construction of minimum-redundancy codes.
 
@@ -49,18 +37,10 @@ class Huffman(EntropyCoder):
         True
     """
 
-    def encode(self, packed: Tensor, symbols: Symbols) -> Tensor:
-        return kernels.entropy.encode(packed, symbols)
-
-    def decode(self, payload: Tensor, symbols: Symbols) -> Tensor:
-        return kernels.entropy.decode(payload, symbols)
-
 
 @dataclass(frozen=True, repr=False)
-class EntropyCoded(Wrapper):
-    """The result of `chain(codec, coder)`: the payload is [the codec's scales][its symbols, coded]."""
-
-    coder: EntropyCoder
+class HuffmanCoded(Wrapper):
+    """The result of `chain(codec, Huffman())`: the payload is [the codec's scales][its symbols, coded]."""
 
     def __post_init__(self) -> None:
         require(
@@ -72,13 +52,10 @@ class EntropyCoded(Wrapper):
     @cached_property
     def traits(self) -> Traits:
         inner, carries = self.codec.traits, ("shared_key", "votes", "adaptive")
-        return inner.through(self.codec, repr(self.coder), carries, unbiased=inner.unbiased, fixed_size=False)
-
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
+        return inner.through(self.codec, repr(Huffman()), carries, unbiased=inner.unbiased, fixed_size=False)
 
     def _links(self) -> tuple[Algorithm, ...]:
-        return (*self.codec._links(), self.coder)
+        return (*self.codec._links(), Huffman())
 
     def _symbols(self, numels: list[int]) -> Symbols:
         symbols = self.codec.symbols(numels)
@@ -89,7 +66,7 @@ class EntropyCoded(Wrapper):
         symbols = self._symbols([s.numel() for s in segments])
         payload = self.codec.encode_segments(segments, keys, residuals)
         split = payload.numel() - symbols.nbytes
-        return torch.cat([payload[:split], self.coder.encode(payload[split:], symbols)])
+        return torch.cat([payload[:split], kernels.entropy.encode(payload[split:], symbols)])
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         numels = [o.numel() for o in outs]
@@ -99,7 +76,7 @@ class EntropyCoded(Wrapper):
             payload.numel() > split,
             f"{self}: a payload for {sum(numels)} elements has more than {split} bytes, got {payload.numel()}",
         )
-        packed = self.coder.decode(payload[split:], symbols)
+        packed = kernels.entropy.decode(payload[split:], symbols)
         self.codec.decode_add_segments(torch.cat([payload[:split], packed]), outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,21 +17,7 @@ from ..base import Codec
 from ..quantize.even_levels import EvenLevelsOfEach
 from ..traits import Traits
 from ..types import Key, Selection, Size, as_list
-
-
-class CodecGroup(NamedTuple):
-    """The segments of one codec, by their positions."""
-
-    codec: Codec
-    positions: list[int]
-
-    def of(self, items: Sequence[Tensor]) -> list[Tensor]:
-        """The tensors of these segments, as their codec sees them."""
-        return self.codec.seen([items[i] for i in self.positions])
-
-    def nbytes(self, sizes: Sequence[Size]) -> int:
-        """Bytes of the payload of these segments, for the sizes of all."""
-        return self.codec.nbytes([sizes[i] for i in self.positions])
+from .groups import CodecGroup, split_groups
 
 
 @dataclass(frozen=True, repr=False)
@@ -66,9 +52,9 @@ class PerLayer(Codec):
         self._check_number(segments)
         payloads = [
             group.codec.encode_segments(
-                group.of(segments),
-                [keys[i] for i in group.positions],
-                None if residuals is None else group.of(residuals),
+                group.codec.seen(group.of(segments)),
+                group.of(keys),
+                None if residuals is None else group.codec.seen(group.of(residuals)),
             )
             for group in self._groups
         ]
@@ -76,14 +62,14 @@ class PerLayer(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         for group, (part,) in self._split([payload], outs):
-            group.codec.decode_add_segments(part, group.of(outs), weight, [])
+            group.codec.decode_add_segments(part, group.codec.seen(group.of(outs)), weight, [])
 
     def decode_sum_segments(
         self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
     ) -> Flag:
         return kernels.flags.all_of(
             [
-                group.codec.decode_sum_segments(parts, group.of(outs), weight, [])
+                group.codec.decode_sum_segments(parts, group.codec.seen(group.of(outs)), weight, [])
                 for group, parts in self._split(payloads, outs)
             ]
         )
@@ -103,7 +89,7 @@ class PerLayer(Codec):
         ends = 0
         for group in self._groups:
             start, ends = ends, ends + group.nbytes(sizes)
-            kept = group.codec.support(payload[start:ends], [numels[i] for i in group.positions], None)
+            kept = group.codec.support(payload[start:ends], group.of(numels), None)
             for i, indices in zip(group.positions, kept.indices.split(kept.counts) if kept else (), strict=False):
                 found[i] = indices
         if all(indices is None for indices in found):
@@ -124,13 +110,8 @@ class PerLayer(Codec):
         return [CodecGroup(codec or each, at) for codec, at in positions.items()]
 
     def _split(self, payloads: Sequence[Tensor], outs: list[Tensor]) -> list[tuple[CodecGroup, list[Tensor]]]:
-        """Each group with its part of every payload."""
         self._check_number(outs)
-        if len(self._groups) == 1:
-            return [(self._groups[0], list(payloads))]
-        sizes = [group.nbytes([out.shape for out in outs]) for group in self._groups]
-        parts = [payload.split(sizes) for payload in payloads]
-        return [(group, [part[i] for part in parts]) for i, group in enumerate(self._groups)]
+        return split_groups(payloads, self._groups, [out.shape for out in outs])
 
     def _check_number(self, items: Sequence[object]) -> None:
         require(

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
 from ... import kernels
 from ...algorithm import Algorithm, require
-from ..base import Codec
 from ..sparse.base import Sparsifier
 from ..sparse.payload import with_length, without_length
 from ..traits import Traits
@@ -47,7 +45,6 @@ class GapCoded(Sparsifier):
     """The result of `chain(sparsifier, Rice())`: selects as `sparsifier` does, and codes the indices with Rice."""
 
     sparsifier: Sparsifier
-    coder: Rice
 
     def __post_init__(self) -> None:
         require(
@@ -64,19 +61,8 @@ class GapCoded(Sparsifier):
             self.sparsifier, "Rice", unbiased=inner.unbiased, lossless=inner.lossless, fixed_size=False, sparse=sparse
         )
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
-        return self.sparsifier, self.coder
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.sparsifier,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        sparsifier = fn(self.sparsifier)
-        assert isinstance(sparsifier, Sparsifier), f"a sparsifier must stay one, got {sparsifier}"
-        return replace(self, sparsifier=sparsifier)
+        return self.sparsifier, Rice()
 
     @property
     def counts_travel(self) -> bool:

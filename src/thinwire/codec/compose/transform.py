@@ -19,7 +19,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import NamedTuple, TypeVar
+from itertools import product
 
 import torch
 from torch import Tensor
@@ -28,41 +28,34 @@ from ... import kernels
 from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ...options import require_integer
-from ..base import Codec
 from ..traits import Traits
 from ..types import Key, as_list
+from .groups import CodecGroup, split_groups
 from .wrapper import Wrapper
 
-ItemT = TypeVar("ItemT")
 
-
+@dataclass(frozen=True, repr=False)
 class Transform(Algorithm, ABC):
     """An orthonormal change of coordinates, tile by tile; see the module's text."""
 
-    size: int
-    divisors: bool
+    size: int = 64
+    divisors: bool = False
+
+    def __post_init__(self) -> None:
+        require_integer(f"{type(self).__name__}: size", self.size, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         """The float32 vector of the new coordinates of a float32 tensor of any shape."""
         if x.numel() == 0:
             return x.reshape(-1)
-        matrix = _as_matrix(x)
-        parts = [
-            self._tile(_tiles(matrix[rows, cols], h, w)).reshape(-1) for rows, cols, h, w in self._regions(x.shape)
-        ]
-        return torch.cat(parts)
+        return torch.cat([self._tile(tiles).reshape(-1) for tiles in self._tiles_of(x)])
 
     def inverse(self, y: Tensor, shape: torch.Size) -> Tensor:
         """The float32 tensor of this shape whose new coordinates are `y`."""
-        out = torch.empty(shape, dtype=torch.float32, device=y.device)
-        if y.numel() == 0:
-            return out
-        matrix, begin = _as_matrix(out), 0
-        for rows, cols, h, w in self._regions(shape):
-            region = matrix[rows, cols]
-            tiles = y[begin : begin + region.numel()].view(region.shape[0] // h, region.shape[1] // w, h, w)
-            region.copy_(self._untile(tiles).permute(0, 2, 1, 3).reshape(region.shape))
-            begin += region.numel()
+        out, begin = torch.empty(shape, dtype=torch.float32, device=y.device), 0
+        for tiles in self._tiles_of(out):
+            tiles.copy_(self._untile(y[begin : begin + tiles.numel()].view(tiles.shape)))
+            begin += tiles.numel()
         return out
 
     def tile_numel(self, shape: torch.Size) -> int:
@@ -78,17 +71,20 @@ class Transform(Algorithm, ABC):
     def _untile(self, tiles: Tensor) -> Tensor:
         """The inverse of `_tile`."""
 
-    def _regions(self, shape: torch.Size) -> Iterator[tuple[slice, slice, int, int]]:
-        """Rows, columns and the size of the tiles, of each region with tiles of equal size that is not empty."""
-        n, m = _matrix_shape(shape)
-        if self.divisors:
-            yield slice(0, n), slice(0, m), _largest_divisor(n, self.size), _largest_divisor(m, self.size)
+    def _tiles_of(self, x: Tensor) -> Iterator[Tensor]:
+        """Views of `x`, one for each region with tiles of equal size: (rows of tiles, columns of tiles, h, w)."""
+        if not x.numel():
             return
-        whole_n, whole_m = n // self.size * self.size, m // self.size * self.size
-        for rows, height in ((slice(0, whole_n), self.size), (slice(whole_n, n), n - whole_n)):
-            for cols, width in ((slice(0, whole_m), self.size), (slice(whole_m, m), m - whole_m)):
-                if rows.stop > rows.start and cols.stop > cols.start:
-                    yield rows, cols, height, width
+        matrix = x.view(_matrix_shape(x.shape))
+        for (top, bottom, h), (left, right, w) in product(*map(self._cuts, matrix.shape)):
+            yield matrix[top:bottom, left:right].unflatten(0, (-1, h)).unflatten(2, (-1, w)).transpose(1, 2)
+
+    def _cuts(self, length: int) -> list[tuple[int, int, int]]:
+        """Begin, end and size of the tiles along a side of the matrix: of whole tiles, and of a smaller one at the end."""
+        if self.divisors:
+            return [(0, length, _largest_divisor(length, self.size))]
+        whole = length // self.size * self.size
+        return [cut for cut in ((0, whole, self.size), (whole, length, length - whole)) if cut[0] < cut[1]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -111,12 +107,6 @@ class Tiles(Transform):
         >>> tw.codec.Tiles(2).forward(torch.arange(8.0).view(2, 4))
         tensor([0., 1., 4., 5., 2., 3., 6., 7.])
     """
-
-    size: int = 64
-    divisors: bool = False
-
-    def __post_init__(self) -> None:
-        _check_size(self)
 
     def _tile(self, tiles: Tensor) -> Tensor:
         return tiles
@@ -149,12 +139,6 @@ class DCT(Transform):
         >>> [round(value, 5) for value in y.tolist()]
         [2.0, 0.0, 0.0, 0.0]
     """
-
-    size: int = 64
-    divisors: bool = False
-
-    def __post_init__(self) -> None:
-        _check_size(self)
 
     def _tile(self, tiles: Tensor) -> Tensor:
         left, right = (_basis(n).to(tiles.device) for n in tiles.shape[2:])
@@ -191,9 +175,6 @@ class Transformed(Wrapper):
         inner, name = self.codec.traits, repr(self.transform)
         return inner.through(self.codec, name, ("shared_key",), unbiased=inner.unbiased, needs_shape=True)
 
-    def __repr__(self) -> str:
-        return f"chain({', '.join(map(repr, self._links()))})"
-
     def _links(self) -> tuple[Algorithm, ...]:
         return (self.transform, *self.codec._links())
 
@@ -221,62 +202,34 @@ class Transformed(Wrapper):
         outs = as_list(out)
         self._check_decoding(payloads, outs)
         shapes, keys = [o.shape for o in outs], [] if key is None else as_list(key)
-        ys, groups = [torch.empty(o.numel(), device=o.device) for o in outs], self._groups(shapes)
-        for group, parts in zip(groups, zip(*(_split(p, groups) for p in payloads), strict=True), strict=True):
+        ys = [torch.empty(o.numel(), device=o.device) for o in outs]
+        for group, parts in split_groups(payloads, self._groups(shapes), [o.numel() for o in outs]):
             group.codec.decode_mean(parts, group.of(ys), weight, group.of(keys) or None)
         for o, y in zip(outs, ys, strict=True):
             o.copy_(self.transform.inverse(y, o.shape))
         return kernels.all_finite([o.view(-1) for o in outs])
 
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
-        return sum(group.nbytes for group in self._groups(shapes))
+        numels = [shape.numel() for shape in shapes]
+        return sum(group.nbytes(numels) for group in self._groups(shapes))
 
     def section_nbytes(self, size: torch.Size) -> tuple[int, ...] | None:
         return None if self.transform.divisors else self.codec.section_nbytes(size.numel())
 
     def _decode(self, payload: Tensor, shapes: list[torch.Size], keys: list[int]) -> list[Tensor]:
         ys = [torch.zeros(shape.numel(), dtype=torch.float32, device=payload.device) for shape in shapes]
-        groups = self._groups(shapes)
-        for group, part in zip(groups, _split(payload, groups), strict=True):
+        for group, (part,) in split_groups([payload], self._groups(shapes), [y.numel() for y in ys]):
             group.codec.decode_add_segments(part, group.of(ys), 1.0, group.of(keys))
         return [self.transform.inverse(y, shape) for y, shape in zip(ys, shapes, strict=True)]
 
-    def _groups(self, shapes: list[torch.Size]) -> list[_Group]:
+    def _groups(self, shapes: list[torch.Size]) -> list[CodecGroup]:
         """The segments of each size of tiles; one group of all without `divisors`."""
-        numels = [shape.numel() for shape in shapes]
         if not self.transform.divisors:
-            return [_Group(self.codec, range(len(shapes)), self.codec.segments_nbytes(numels))]
-        places: dict[int, list[int]] = {}
+            return [CodecGroup(self.codec, range(len(shapes)))]
+        positions: dict[int, list[int]] = {}
         for i, shape in enumerate(shapes):
-            places.setdefault(self.transform.tile_numel(shape), []).append(i)
-        codecs = [self.codec.in_blocks(tile) for tile in places]
-        return [
-            _Group(codec, at, codec.segments_nbytes([numels[i] for i in at]))
-            for codec, at in zip(codecs, places.values(), strict=True)
-        ]
-
-
-class _Group(NamedTuple):
-    """Segments that one codec encodes.
-
-    Attributes:
-        codec: with blocks of the size of their tiles.
-        at: their numbers.
-        nbytes: of their payload, or an upper bound.
-    """
-
-    codec: Codec
-    at: Sequence[int]
-    nbytes: int
-
-    def of(self, items: list[ItemT]) -> list[ItemT]:
-        """Their items, of those of all segments; none of none."""
-        return [items[i] for i in self.at] if items else []
-
-
-def _split(payload: Tensor, groups: list[_Group]) -> Sequence[Tensor]:
-    """The payload of each group. One group alone may have a payload of another size than the bound."""
-    return (payload,) if len(groups) == 1 else payload.split([group.nbytes for group in groups])
+            positions.setdefault(self.transform.tile_numel(shape), []).append(i)
+        return [CodecGroup(self.codec.in_blocks(tile), at) for tile, at in positions.items()]
 
 
 @lru_cache(maxsize=1024)
@@ -295,22 +248,6 @@ def _basis(n: int) -> Tensor:
     return basis
 
 
-def _tiles(region: Tensor, height: int, width: int) -> Tensor:
-    """(rows of tiles, columns of tiles, height, width)."""
-    n, m = region.shape
-    return region.reshape(n // height, height, m // width, width).permute(0, 2, 1, 3)
-
-
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
     rows = shape[0] if len(shape) > 1 else 1
     return rows, shape.numel() // rows
-
-
-def _as_matrix(x: Tensor) -> Tensor:
-    return x.view(_matrix_shape(x.shape))
-
-
-def _check_size(transform: Transform) -> None:
-    size = transform.size
-    name = type(transform).__name__
-    require_integer(f"{name}: size", size, 1)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -19,12 +19,6 @@ class Wrapper(Codec):
 
     def __post_init__(self) -> None:
         _ = self.traits  # refuses what it does not carry
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.codec,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return replace(self, codec=fn(self.codec))
 
     def combine(self, totals: list[Tensor]) -> None:
         self.codec.combine(totals)

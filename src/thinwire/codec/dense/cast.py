@@ -9,7 +9,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...kernels import Flag
 from ...options import require_choice
 from ..base import Codec
@@ -35,7 +35,9 @@ class Identity(Codec):
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        _add_parts(kernels.payload_as(payload, torch.float32), outs, weight)
+        values = kernels.payload_as(payload, torch.float32)
+        for out, part in zip(outs, values.split([o.numel() for o in outs]), strict=True):
+            out.add_(part, alpha=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * sum(numels)
@@ -81,9 +83,7 @@ class Cast(Codec):
         return Traits(sum_dtype=getattr(torch, self.dtype) if kernels.cast.WIDTHS[self.dtype] == 2 else None)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        payload = debug.empty(
-            self.segments_nbytes([s.numel() for s in segments]), dtype=torch.uint8, device=segments[0].device
-        )
+        payload = self._empty_payload(segments)
         kernels.cast.encode(segments, payload, self.dtype, residuals)
         return payload
 
@@ -101,8 +101,3 @@ class Cast(Codec):
     def section_nbytes(self, size: int) -> tuple[int, ...]:
         numbers = self.segments_nbytes([0])  # the scale of a type of 8 bits
         return numbers, self.segments_nbytes([size]) - numbers
-
-
-def _add_parts(values: Tensor, outs: list[Tensor], weight: float) -> None:
-    for out, part in zip(outs, values.split([o.numel() for o in outs]), strict=True):
-        out.add_(part, alpha=weight)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
@@ -69,12 +69,6 @@ class LowRank(Codec):
     @cached_property
     def traits(self) -> Traits:
         return self.values.traits.through(self.values, "LowRank, values", needs_shape=True)
-
-    def parts(self) -> tuple[Codec, ...]:
-        return (self.values,)
-
-    def map(self, fn: Callable[[Codec], Codec]) -> Codec:
-        return LowRank(self.rank, fn(self.values), self.iterations)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         vectors, numbered = list[Tensor](), list[int]()

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...kernels import Flag
 from ...kernels.quantize import Quantizer, Quantizers
 from ..base import Codec
@@ -26,8 +25,7 @@ class EvenLevels(Codec):
         """The levels and the buckets of each segment."""
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = self._empty_payload(segments)
         kernels.quantize.encode(segments, payload, keys, self.quantizers, residuals)
         return payload
 

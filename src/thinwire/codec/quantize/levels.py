@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...kernels import Flag
 from ...options import require_integer, require_number
 from ...schedule import Schedule
@@ -46,8 +45,7 @@ class LevelCodec(Codec):
         return Symbols(kernels.levels.levels_bits(len(self.level_values)), numels)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = self._empty_payload(segments)
         kernels.levels.encode(segments, payload, keys, self._levels, residuals)
         return payload
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ..base import Codec
 from ..traits import Traits
 
@@ -40,9 +40,7 @@ class NaturalCompression(Codec):
     traits = Traits(unbiased=True)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        payload = debug.empty(
-            self.segments_nbytes([x.numel() for x in segments]), dtype=torch.uint8, device=segments[0].device
-        )
+        payload = self._empty_payload(segments)
         parts = payload.split([kernels.words.nbytes(x.numel(), _BITS) for x in segments])
         for i, (x, key, part) in enumerate(zip(segments, keys, parts, strict=True)):
             words = _rounded(x, key)

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...kernels import Flag
 from ...options import require_integer, require_number
 from ..base import Codec
@@ -24,8 +23,7 @@ class _SignCodec(Codec):
         return None
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = self._empty_payload(segments)
         kernels.sign.encode(segments, payload, residuals, self._fixed_scale)
         return payload
 
@@ -145,8 +143,7 @@ class OneBit(Codec):
         return Traits(bucket_size=self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = self._empty_payload(segments)
         kernels.onebit.encode(segments, payload, self.bucket_size, residuals)
         return payload
 

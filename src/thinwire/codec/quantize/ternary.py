@@ -10,10 +10,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...kernels import Flag
 from ...options import require_integer, require_number
-from ..agreed import AgreedCodec
+from ..agreed_codec import AgreedCodec
 from ..base import Codec
 from ..traits import Traits
 from ..types import Symbols
@@ -84,9 +84,7 @@ class TernGrad(AgreedCodec):
         return Symbols(8, [self._packing.nbytes([n]) for n in numels])
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        numels = [s.numel() for s in segments]
-        payload = debug.empty(self.segments_nbytes(numels), dtype=torch.uint8, device=segments[0].device)
-        scales = self.propose(segments)
+        payload, scales = self._empty_payload(segments), self.propose(segments)
         split = 4 * scales.numel()
         payload[:split] = scales.view(torch.uint8)
         kernels.ternary.encode(segments, scales, payload[split:], keys, self._packing, residuals)
@@ -142,8 +140,7 @@ class SharedTernary(Codec):
         return kernels.ternary.Ternary(self.base, self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        size = self.segments_nbytes([s.numel() for s in segments])
-        payload = debug.empty(size, dtype=torch.uint8, device=segments[0].device)
+        payload = self._empty_payload(segments)
         kernels.ternary.encode(segments, self.scales, payload, keys, self._packing, residuals)
         return payload
 

@@ -4,7 +4,7 @@ The *support* tells the receiver which coordinates are kept. It is at the end of
 
     [coded indices][number of kept coordinates of each segment, uint32, unless the sizes determine it]
 
-`payload.encode_sparse` selects coordinates, sends their values through a codec and writes the support. The codec is
+`payload.SparseCodec` selects coordinates, sends their values through a codec and writes the support. The codec is
 `Identity`, or the second link of a chain.
 """
 
@@ -18,26 +18,16 @@ import torch
 from torch import Tensor
 
 from ... import debug, kernels
-from ...kernels import Flag
 from ...options import require_number
 from ...schedule import Schedule
 from ..base import Codec
 from ..dense.cast import Identity
 from ..traits import Traits
-from ..types import Key, Selection, Size, as_list
-from .payload import (
-    count_bytes,
-    decode_sparse,
-    encode_sparse,
-    sparse_nbytes,
-    sparse_sections,
-    split_counts,
-    sum_sparse,
-    tail,
-)
+from ..types import Selection
+from .payload import SparseCodec, split_counts, tail
 
 
-class Sparsifier(Codec):
+class Sparsifier(SparseCodec):
     """A codec that keeps some coordinates; see the module's docstring.
 
     `chain(sparsifier, codec)` sends the values through another codec.
@@ -69,44 +59,25 @@ class Sparsifier(Codec):
         """Whether indices are coded by `pack_indices` of this base class, so that `Rice` may code them instead."""
         return False
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
-        """The positions that a payload of this codec, or of a chain that begins with it, carries; values are empty.
-
-        Raises:
-            ValueError: the payload is corrupt.
-
-        Example:
-            >>> import torch, thinwire as tw
-            >>> codec = tw.TopK(ratio=0.5)
-            >>> codec.support(codec.encode(torch.tensor([1.0, -3.0, 0.5, 2.0])), 4).indices
-            tensor([1, 3], dtype=torch.int32)
-        """
-        sizes = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
-        keys = self._decoding_keys(key, len(sizes))
-        try:
-            indices, counts, _ = self.read_support(payload, sizes, keys)
-        except ValueError as error:
-            raise self._undecodable([payload], sum(sizes), error) from error
-        return Selection(indices, torch.empty(0, device=payload.device), counts)
+    def selector_and_values(self) -> tuple[Sparsifier, Codec]:
+        return self, Identity()
 
     # ---- how the support is coded; a sparsifier with another layout overrides all of it ----
 
     def write_support(self, indices: Tensor, counts: list[int], numels: list[int], keys: list[int]) -> Tensor:
         """Code the support: the bytes at the end of a payload."""
         codes = self.pack_indices(indices, counts, numels)
-        return torch.cat([codes, count_bytes(counts, codes.device)]) if self.counts_travel else codes
+        if not self.counts_travel:
+            return codes
+        return torch.cat([codes, torch.tensor(counts, dtype=torch.int32, device=codes.device).view(torch.uint8)])
 
     def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
         """Decode the support: indices, counts, and its number of bytes at the end of the payload."""
-        if not self.counts_travel:
-            counts = [self.count(n) for n in numels]
-            indices, nbytes = self.unpack_indices(payload, counts, numels)
-            return indices, counts, nbytes
-        payload, counts = split_counts(payload, numels)
+        counts = [self.count(n) for n in numels]
+        if self.counts_travel:
+            payload, counts = split_counts(payload, numels)
         indices, nbytes = self.unpack_indices(payload, counts, numels)
-        return indices, counts, nbytes + 4 * len(counts)
+        return indices, counts, nbytes + 4 * len(counts) * self.counts_travel
 
     def read_supports(
         self, payloads: Sequence[Tensor], numels: list[int], keys: list[int]
@@ -138,25 +109,6 @@ class Sparsifier(Codec):
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
         """Bytes of the coded indices, or an upper bound."""
         return sum(kernels.indices.nbytes(k, n) for k, n in zip(counts, numels, strict=True))
-
-    # ---- the codec: values are sent as float32 ----
-
-    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        return encode_sparse(self, Identity(), segments, keys, residuals)
-
-    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        decode_sparse(self, Identity(), payload, outs, weight, keys)
-
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
-        return sum_sparse(self, Identity(), payloads, outs, weight, keys)
-
-    def segments_nbytes(self, numels: list[int]) -> int:
-        return sparse_nbytes(self, Identity(), numels)
-
-    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
-        return sparse_sections(self, Identity(), size)
 
 
 def check_ratio(codec: Codec, ratio: float | Schedule) -> None:

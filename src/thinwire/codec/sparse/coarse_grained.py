@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import debug, kernels
 from ...options import require_integer
 from ...schedule import Schedule
-from ..agreed import AgreedCodec
+from ..agreed_codec import AgreedCodec
 from ..base import Codec
 from ..dense.cast import Identity
 from ..traits import Traits

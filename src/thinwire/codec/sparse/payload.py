@@ -1,10 +1,12 @@
-"""The payload of a sparsifier: it selects, sends the values through a codec, and codes the support.
+"""The payload of sparse codecs: they select, send the values through a codec, and code the support.
 
-`SparseParts` is what a sparse all-reduce needs of a codec: who selects, and how coordinates and values travel.
+`SparseCodec` is the base of sparsifiers and of chains that begin with one. `SparseParts` is what a sparse all-reduce needs
+of a codec: who selects, and how coordinates and values travel.
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,10 +17,76 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
-from ..types import Selection
+from ..types import Key, Selection, Size, as_list
 
 if TYPE_CHECKING:
     from .base import Sparsifier
+
+
+class SparseCodec(Codec):
+    """A codec that keeps few coordinates: a sparsifier, or a chain that begins with one. Payload: `[values][support]`."""
+
+    @abstractmethod
+    def selector_and_values(self) -> tuple[Sparsifier, Codec]:
+        """Who selects coordinates and codes their positions, and who carries their values."""
+
+    def support(
+        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
+    ) -> Selection:
+        """The positions that a payload carries; values are empty.
+
+        Raises:
+            ValueError: the payload is corrupt.
+
+        Example:
+            >>> import torch, thinwire as tw
+            >>> codec = tw.TopK(ratio=0.5)
+            >>> codec.support(codec.encode(torch.tensor([1.0, -3.0, 0.5, 2.0])), 4).indices
+            tensor([1, 3], dtype=torch.int32)
+        """
+        sparsifier, _ = self.selector_and_values()
+        numels = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
+        keys = sparsifier._decoding_keys(key, len(numels))
+        try:
+            indices, counts, _ = sparsifier.read_support(payload, numels, keys)
+        except ValueError as error:
+            raise self._undecodable([payload], sum(numels), error) from error
+        return Selection(indices, torch.empty(0, device=payload.device), counts)
+
+    def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        return encode_sparse(*self.selector_and_values(), segments, keys, residuals)
+
+    def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
+        (kept,) = self._read([payload], outs, keys)
+        kernels.scatter.add(outs, kept.indices, kept.values, kept.counts, weight)
+
+    def decode_sum_segments(
+        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
+    ) -> Flag:
+        """Only elements in a payload are checked to be finite, because all others are zero."""
+        indices, values, counts = zip(*self._read(payloads, outs, keys), strict=True)
+        return kernels.scatter.total(outs, indices, values, counts, weight)
+
+    def _read(self, payloads: Sequence[Tensor], outs: list[Tensor], keys: list[int]) -> list[Selection]:
+        """The values that each payload carries for segments of the sizes of `outs`, with their positions."""
+        sparsifier, values_codec = self.selector_and_values()
+        supports = sparsifier.read_supports(payloads, [o.numel() for o in outs], decoding_keys(sparsifier, keys))
+        selections = []
+        for payload, (indices, counts, nbytes) in zip(payloads, supports, strict=True):
+            values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts, keys)
+            selections.append(Selection(indices, values, counts))
+        return selections
+
+    def segments_nbytes(self, numels: list[int]) -> int:
+        sparsifier, values_codec = self.selector_and_values()
+        counts = [sparsifier.count(n) for n in numels]
+        return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
+
+    def section_nbytes(self, size: int) -> tuple[int, ...] | None:
+        sparsifier, values_codec = self.selector_and_values()
+        count = sparsifier.count(size)
+        sections = values_codec.section_nbytes(count) if sparsifier.traits.fixed_size else None
+        return None if sections is None else (*sections, sparsifier.support_nbytes([count], [size]))
 
 
 class SparseParts(NamedTuple):
@@ -142,32 +210,6 @@ def encode_sparse(
     return torch.cat([sent, sparsifier.write_support(indices, counts, numels, keys)])
 
 
-def decode_sparse(
-    sparsifier: Sparsifier,
-    values_codec: Codec,
-    payload: Tensor,
-    outs: list[Tensor],
-    weight: float,
-    keys: list[int],
-) -> None:
-    """Undo `encode_sparse`: add the values to `outs`."""
-    (selection,) = read_sparse(sparsifier, values_codec, [payload], outs, keys)
-    kernels.scatter.add(outs, selection.indices, selection.values, selection.counts, weight)
-
-
-def read_sparse(
-    sparsifier: Sparsifier, values_codec: Codec, payloads: Sequence[Tensor], outs: list[Tensor], keys: list[int]
-) -> list[Selection]:
-    """The values that each payload carries for segments of the sizes of `outs`, with their positions."""
-    numels = [o.numel() for o in outs]
-    supports = sparsifier.read_supports(payloads, numels, decoding_keys(sparsifier, keys))
-    selections = []
-    for payload, (indices, counts, nbytes) in zip(payloads, supports, strict=True):
-        values = decode_values(sparsifier, values_codec, payload[: payload.numel() - nbytes], counts, keys)
-        selections.append(Selection(indices, values, counts))
-    return selections
-
-
 def decode_values(
     sparsifier: Sparsifier, values_codec: Codec, sent: Tensor, counts: list[int], keys: list[int]
 ) -> Tensor:
@@ -183,33 +225,6 @@ def decode_values(
     values = torch.zeros(sum(counts), dtype=torch.float32, device=sent.device)
     values_codec.decode_add_segments(sent, list(values.split(counts)), 1.0, decoding_keys(values_codec, keys))
     return values
-
-
-def sum_sparse(
-    sparsifier: Sparsifier,
-    values_codec: Codec,
-    payloads: Sequence[Tensor],
-    outs: list[Tensor],
-    weight: float,
-    keys: list[int],
-) -> Flag:
-    """`Codec.decode_sum`: only elements in a payload are checked to be finite, because all others are zero."""
-    kept = read_sparse(sparsifier, values_codec, payloads, outs, keys)
-    indices, values, counts = zip(*kept, strict=True)
-    return kernels.scatter.total(outs, indices, values, counts, weight)
-
-
-def sparse_nbytes(sparsifier: Sparsifier, values_codec: Codec, numels: list[int]) -> int:
-    """Bytes of the payload of `encode_sparse`: exact if both codecs are of fixed size, else an upper bound."""
-    counts = [sparsifier.count(n) for n in numels]
-    return values_codec.segments_nbytes(counts) + sparsifier.support_nbytes(counts, numels)
-
-
-def sparse_sections(sparsifier: Sparsifier, values_codec: Codec, numel: int) -> tuple[int, ...] | None:
-    """`Codec.section_nbytes`: of the kept values, and of the support."""
-    count = sparsifier.count(numel)
-    sections = values_codec.section_nbytes(count) if sparsifier.traits.fixed_size else None
-    return None if sections is None else (*sections, sparsifier.support_nbytes([count], [numel]))
 
 
 def encode_values(
@@ -254,10 +269,6 @@ def _all_where_smaller(
         indices.append(torch.arange(x.numel(), dtype=torch.int32, device=x.device) if everything else parts[0][i])
         values.append(x if everything else parts[1][i])
     return Selection(torch.cat(indices), torch.cat(values), counts)
-
-
-def count_bytes(counts: list[int], device: torch.device) -> Tensor:
-    return torch.tensor(counts, dtype=torch.int32, device=device).view(torch.uint8)
 
 
 def split_counts(payload: Tensor, numels: list[int]) -> tuple[Tensor, list[int]]:
