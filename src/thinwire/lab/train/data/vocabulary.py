@@ -8,8 +8,7 @@ Source: Sennrich et al. 2016, Neural Machine Translation of Rare Words with Subw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -122,8 +121,10 @@ def encode_lines(vocabulary: Path, text: Path) -> Ragged:
     def make() -> tuple[Tensor, Tensor]:
         tokenizer = load_subwords(vocabulary)
         end, pieces, lengths = tokenizer.token_to_id("<eos>"), [], [0]
-        for lines in _chunks(read_lines(text), CHUNK_LINES):
-            ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(lines, add_special_tokens=False)]
+        lines = read_lines(text)
+        for first in range(0, len(lines), CHUNK_LINES):
+            chunk = lines[first : first + CHUNK_LINES]
+            ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False)]
             pieces.append(np.fromiter((i for line in ids for i in line), dtype=np.int32))
             lengths += map(len, ids)
         return torch.from_numpy(np.concatenate(pieces)), torch.tensor(lengths).cumsum(0)
@@ -135,9 +136,3 @@ def _words(path: Path) -> Iterator[str]:
     for line in read_lines(path):
         yield from line.split()
         yield "<eos>"
-
-
-def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk
