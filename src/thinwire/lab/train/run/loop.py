@@ -52,7 +52,7 @@ from ..results.evaluation import evaluate
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
 from ..results.summary import summary
-from ..results.terminal import SkipWarning, Terminal
+from ..results.terminal import Terminal
 from ..results.trackers import trackers
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.blocks import BlockCourse, BlockSteps
@@ -96,7 +96,7 @@ def run(
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     keep_freed_memory()
-    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
+    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
     # Before its first round an elastic communicator connects one worker, itself.
     elastic = comm if isinstance(comm, ElasticCommunicator) else None
     workers: Workers = FixedWorkers(comm) if elastic is None else ElasticWorkers(config, elastic, is_restart)
@@ -153,11 +153,11 @@ class _Worker:
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
         if workers.begins_anew:
-            loaded = checkpoint.nothing(workers.comm, {})
+            loaded = checkpoint.Loaded(workers.comm.size)
         else:
             loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
-        self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
+        self.state = RunState(loaded.step, loaded.origin, loaded.workers, dict(loaded.row))
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
@@ -372,10 +372,11 @@ class _Worker:
         self.close()
         if self.workers.writes:
             config = self.config
+            # The loss scaler of fp16 lets gradients overflow to find its scale.
+            limit = None if config.precision == "fp16" else config.parsed_strategy().max_nonfinite
             self.watchers = [
-                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done),
+                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit),
                 MetricsWriter(self.folder, done),
-                SkipWarning(config.precision, config.parsed_strategy().max_nonfinite),
                 *trackers(config, self.folder),
             ]
 
