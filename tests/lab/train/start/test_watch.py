@@ -47,7 +47,9 @@ def workers():
 
 def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
     with pytest.raises(WorkerError) as raised:
-        watch.watch(workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds)
+        watch.Watch(
+            workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds
+        ).until_the_end()
     return str(raised.value)
 
 
@@ -74,7 +76,7 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
 
     monkeypatch.setattr(watch, "wait", waiting)
     with pytest.raises(TimeoutError):
-        watch.watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5)
+        watch.Watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5).until_the_end()
 
 
 def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd):

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from ....algorithm import require
-from ....comm import Communicator, Credentials
+from ....comm import Credentials
 from ..config import RunConfig
 from ..device import choose_device
-from ..folder.run_folder import abandon, finished_run, held_folder
+from ..folder.run_folder import finished_run, held_folder
 from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
 from ..run import loop
@@ -108,9 +108,6 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
             if on_start is not None:
                 on_start(folder)
             spawn(config, folder, callbacks)
-        except ValueError:
-            abandon(folder)
-            raise
         except Interrupted as stop:
             _stopped(config, stop, on_stop)
             raise
@@ -128,7 +125,15 @@ def _join(
         with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
-            _run(config, folder, comm, interruption, on_stop, callbacks, on_start)
+            try:
+                run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
+                loop.run(config, folder, comm, interruption, callbacks)
+                interruption.settle()
+            except Interrupted as stop:
+                if rank == 0:
+                    _stopped(config, stop, on_stop)
+                comm.barrier()
+                raise
     except Interrupted:
         raise
     except SharedError:
@@ -137,30 +142,6 @@ def _join(
     except Exception as error:
         raise WorkerError(failure(rank, error)) from error
     return folder
-
-
-def _run(
-    config: RunConfig,
-    folder: Path,
-    comm: Communicator,
-    interruption: Interruption,
-    on_stop: OnStop,
-    callbacks: Sequence[Callback],
-    on_start: OnStart,
-) -> None:
-    try:
-        run_on_all(comm, lambda: on_start(folder) if on_start is not None and comm.rank == 0 else None)
-        loop.run(config, folder, comm, interruption, callbacks)
-        interruption.settle()
-    except Interrupted as stop:
-        if comm.rank == 0:
-            _stopped(config, stop, on_stop)
-        comm.barrier()
-        raise
-    except SharedError:
-        if comm.rank == 0:
-            abandon(folder)
-        raise
 
 
 def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:

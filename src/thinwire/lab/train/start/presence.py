@@ -9,25 +9,12 @@ from __future__ import annotations
 import threading
 import time
 from types import TracebackType
-from typing import Protocol
 
 from ....comm import CommunicationError
+from ....comm.store import Store
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 4  # without a sign of life, before a worker is named
-
-
-class Store(Protocol):
-    """What it needs of a store of `torch.distributed`."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
 
 
 class Presence:

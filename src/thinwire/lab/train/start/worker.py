@@ -15,16 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
+from ....comm.store import Store, connected_store
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError, same_error_on_all
-from .connect import choose_interface, connect_to, connected, credentials_of
+from .connect import RENDEZVOUS, choose_interface, connected, credentials_of
 from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
 from .parent_death import end_with_parent
-from .presence import Store
 
 log = logging.getLogger("thinwire")
 
@@ -63,7 +63,7 @@ def work(
         with Interruption() as interruption:
             with same_error_on_all():
                 credentials = credentials_of(config)
-            store = connect_to(port, credentials)
+            store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:
                 with connected(config, environment, store) as comm:
                     loop.run(config, folder, comm, interruption, callbacks)
