@@ -63,7 +63,7 @@ from .commits import Commits
 from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
-from .workers import ElasticWorkers, FixedWorkers, Workers
+from .workers import Workers
 
 log = logging.getLogger("thinwire")
 
@@ -97,17 +97,16 @@ def run(
     set_threads(config.threads)
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
-    # Before its first round an elastic communicator connects one worker, itself.
-    elastic = comm if isinstance(comm, ElasticCommunicator) else None
-    workers: Workers = FixedWorkers(comm) if elastic is None else ElasticWorkers(config, elastic, is_restart)
+    workers = Workers(config, comm, is_restart)
     data = run_on_all(comm, config.data.load)
-    whole = run_on_all(comm, lambda: course(config, data, comm.size if elastic is None else config.workers))
+    # Before its first round an elastic communicator connects one worker, itself.
+    whole = run_on_all(comm, lambda: course(config, data, config.workers if comm.is_elastic else comm.size))
     device = run_on_all(comm, lambda: choose_device(config))
     layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
         comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
-        training = prepare(config, data, device, elastic, comm, layout)
+        training = prepare(config, data, device, workers.elastic, comm, layout)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
@@ -118,7 +117,7 @@ def run(
     try:
         stop = worker.train(interruption)
     except CommunicationError:
-        if elastic is None or not (folder / "summary.json").exists():
+        if not (comm.is_elastic and (folder / "summary.json").exists()):
             raise
         return  # the others have finished the run without this worker
     finally:
@@ -144,7 +143,7 @@ class _Worker:
         self.training, self.strategy, self.checkpoints = training, training.strategy, folder / "checkpoints"
         self.at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
         self.at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
-        self.meter = Meter(data, training.strategy, workers.comm, training.virtual)
+        self.meter = Meter(data, training.strategy, training.virtual)
         self.watchers: list[Any] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
@@ -163,14 +162,14 @@ class _Worker:
             log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
         self.blocks: BlockSteps | None = None
-        if isinstance(workers, ElasticWorkers) or self.strategy.strategy.counts_commits:
+        if workers.elastic is not None or self.strategy.strategy.counts_commits:
             self.blocks = blocks = BlockSteps(config, data, self.strategy)
             if loaded.step:
                 before = course(config, data, loaded.workers, loaded.origin)
                 run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
-        if isinstance(workers, ElasticWorkers):
-            self._share_with_joiners(workers.comm)
-            workers.comm.load_state_dict(
+        if workers.elastic is not None:
+            self._share_with_joiners(workers.elastic)
+            workers.elastic.load_state_dict(
                 {"rounds": loaded.rounds} | ({"digests": loaded.digests} if loaded.digests else {})
             )
 
@@ -219,8 +218,8 @@ class _Worker:
 
     def _report_damage(self) -> None:
         """Once the workers of an elastic run know who has the newest state: say what was wrong with own checkpoints."""
-        damaged, self.damaged, comm = self.damaged, {}, self.workers.comm
-        if not damaged or not isinstance(comm, ElasticCommunicator):
+        damaged, self.damaged, comm = self.damaged, {}, self.workers.elastic
+        if not damaged or comm is None:
             return
         assert comm.members is not None
         if not comm.members.version.committed:  # nobody has a whole one
