@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,6 +17,8 @@ from ...options import require_choice, require_integer, require_number
 from ...strategy.local.muon_adamw import Scale
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+MEMORIES = {"momentum", "beta1", "beta2"}
+"""Fields of optimizers that say which share of a running sum or mean a step keeps."""
 Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
 
 
@@ -129,6 +131,8 @@ class Optimizer(ABC):
     def __post_init__(self):
         require_number("optimizer.learning_rate", self.learning_rate, above=0)
         require_number("optimizer.weight_decay", self.weight_decay, least=0)
+        for name in {item.name for item in fields(self)} & MEMORIES:
+            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -195,10 +199,6 @@ class SGD(Optimizer):
     rate_in_loss: bool = False
     """Whether the loss is multiplied by the learning rate too: for DeMo, whose momentum adds up rate times gradient."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        require_number("optimizer.momentum", self.momentum, least=0, below=1)
-
     def loss_factor(self, learning_rate: float) -> float:
         return learning_rate if self.rate_in_loss else 1.0
 
@@ -233,8 +233,6 @@ class Adam(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("beta1", "beta2"):
-            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
         require_number("optimizer.eps", self.eps, above=0)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -262,10 +260,6 @@ class DGCSGD(Optimizer):
     """Momentum of weight decay; it must equal the averager's momentum."""
     nesterov: bool = False
     """Whether the averager's momentum is Nesterov's."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_number("optimizer.momentum", self.momentum, least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         return strategy.DGCSGD(self.groups(model), self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
@@ -295,8 +289,6 @@ class Muon(Optimizer):
     def __post_init__(self):
         super().__post_init__()
         require_choice("optimizer.scale", self.scale, get_args(Scale))
-        for name in ("momentum", "beta2"):
-            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]

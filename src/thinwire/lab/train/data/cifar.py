@@ -80,7 +80,7 @@ def decode(files: ImageFiles) -> tuple[torch.Tensor, torch.Tensor]:
             require(
                 image.size == (SIDE, SIDE), f"{path} must be {SIDE}x{SIDE} pixels, got {'x'.join(map(str, image.size))}"
             )
-            pixels[i] = image.convert("RGB")
+            pixels[i] = np.asarray(image.convert("RGB"))
     return torch.from_numpy(pixels).permute(0, 3, 1, 2).contiguous(), files.labels
 
 

@@ -138,8 +138,9 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush and close all files."""
         with naming(self._path):
-            for file in (*self._files, self._events):
+            for file in self._files:
                 file.close()
+            self._events.close()
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
