@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thinwire.clock import Clock
 from thinwire.comm import LocalWorld
 from thinwire.lab.report import read_run
 from thinwire.lab.report.tables import times
@@ -19,7 +20,7 @@ from thinwire.lab.train.folder.run_folder import begin, make_folder
 from thinwire.lab.train.models import GPT, DigitsNet
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.metrics_files import COLUMNS, MetricsWriter
-from thinwire.lab.train.step.steps import steps
+from thinwire.lab.train.step.steps import course, steps
 
 
 @pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
@@ -89,7 +90,8 @@ def test_every_worker_takes_full_batches_and_the_last_step_ends_an_epoch():
     config = RunConfig("digits", epochs=3, batch_size=4, max_steps=5)
 
     def walk(comm):
-        return list(steps(config, numbered(torch.zeros(20)), comm))
+        data = numbered(torch.zeros(20))
+        return list(steps(config, data, comm, course(config, data, comm.size), 0, Clock()))
 
     for taken in LocalWorld(2).run(walk):
         assert [step.number for step in taken] == [1, 2, 3, 4, 5]

@@ -57,7 +57,7 @@ from ..results.trackers import trackers
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.blocks import BlockCourse, BlockSteps
 from ..step.image_sizes import check_image_sizes
-from ..step.steps import Course, Step, course, steps
+from ..step.steps import START, Course, Step, course, steps
 from ..step.training import Training, prepare
 from .commits import Commits
 from .interrupt import Interrupted, Interruption
@@ -156,17 +156,18 @@ class _Worker:
         else:
             loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
-        self.state = RunState(loaded.step, loaded.origin, loaded.workers, dict(loaded.row))
+        self.state = RunState(loaded.step, dict(loaded.row))
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
+        place = course(config, data, loaded.workers, loaded.origin).place(loaded.step) if loaded.step else START
+        self.origin = loaded.origin if loaded.workers == workers.comm.size else place
         self.blocks: BlockSteps | None = None
         if workers.elastic is not None or self.strategy.strategy.counts_commits:
             self.blocks = blocks = BlockSteps(config, data, self.strategy)
             if loaded.step:
-                before = course(config, data, loaded.workers, loaded.origin)
-                run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
+                run_on_all(workers.comm, lambda: blocks.load(loaded.position, place))
         if workers.elastic is not None:
             self._share_with_joiners(workers.elastic)
             workers.elastic.load_state_dict(
@@ -352,19 +353,15 @@ class _Worker:
 
     def _split(self) -> None:
         """Split the unseen examples of the epoch over the workers of this round."""
-        state, comm = self.state, self.workers.comm
-        if self.blocks is not None:
-            state.size, self.ahead = comm.size, self.blocks.course(state.done, comm.size)
-            self.upcoming_step = self.training.carried = None  # other workers read other texts
-            if self.strategy.strategy.counts_commits:
-                self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
+        done, comm = self.state.done, self.workers.comm
+        if self.blocks is None:
+            self.ahead = course(self.config, self.data, comm.size, self.origin)
+            self.upcoming = steps(self.config, self.data, comm, self.ahead, done, self.meter.clock)
             return
-        if state.done and state.size != comm.size:
-            state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
-        state.size = comm.size
-        self.ahead = course(self.config, self.data, comm.size, state.origin)
-        self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
-        self.upcoming_step = None
+        self.ahead = self.blocks.course(done, comm.size)
+        self.upcoming_step = self.training.carried = None  # other workers read other texts
+        if self.strategy.strategy.counts_commits:
+            self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
 
     def _open(self, done: int) -> None:
         """Open the receivers of rows, anew, after `done` steps: they have `row(values)`, `info(values)` and `close()`."""
@@ -390,7 +387,7 @@ class _Worker:
     def _save(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
         meter["num_skipped"] = torch.tensor(meter["num_skipped"]).item()
-        return self.state.as_dict() | {"meter": meter}
+        return vars(self.state) | {"meter": meter}
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.state.load(saved)
@@ -447,7 +444,7 @@ class _Worker:
 
     def _save_checkpoint(self) -> None:
         comm, step, folder = self.workers.comm, self.state.done, self.checkpoints
-        position, origin = None, self.state.origin
+        position, origin = None, self.origin
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
         self.is_first_here = checkpoint.save(

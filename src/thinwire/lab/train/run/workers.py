@@ -89,6 +89,7 @@ class Workers:
         if self.elastic is None:
             return take()
         counts, committed, aborted = self.elastic.counts, self.elastic.counts.committed, self.elastic.counts.aborted
+        # It travels with the vote of the round, so that all stop after the same step.
         self.elastic.note = [float(interruption.received)]
         result = take()
         state.aborted += counts.aborted - aborted
@@ -104,6 +105,7 @@ class Workers:
         """
         if self.elastic is not None:
             return 0 if self.in_round else int(self.elastic.notes[:, 0].max())
+        # Workers without rounds have nothing in common but their rows.
         return interruption.requested(self.comm, at_once=wait) if row_is_due or not wait else 0
 
     def synchronize(self, state: RunState) -> bool:
@@ -114,7 +116,7 @@ class Workers:
         members = None if self.elastic is None else self.elastic.members
         if members is None or self.in_round or members is self._synchronized:
             return False
-        own = {name: value for name, value in state.as_dict().items() if name != "row"}
+        own = {name: value for name, value in vars(state).items() if name != "row"}
         sent = self.between_rounds(lambda: self.comm.gather_objects(own))
         if sent is None:
             return False
