@@ -43,14 +43,13 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
         ValueError: another process owns it, or as `make_folder` says.
     """
     with ExitStack() as lock:
-        folder, again = folder_of(config), config.resume or config.overwrite
+        folder = folder_of(config)
+        exists = (config.resume or config.overwrite) and folder.is_dir()
         with _writing(config):
-            if again and folder.is_dir():  # before anything in it is touched
+            if exists:  # before anything in it is touched
                 lock.enter_context(locked(folder))
-                again = False
-        made = make_folder(config)
-        with _writing(config):
-            if made != folder or again or not (config.resume or config.overwrite):
+            made = make_folder(config)
+            if not exists:
                 lock.enter_context(locked(made))
         try:
             yield made

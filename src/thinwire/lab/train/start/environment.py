@@ -117,22 +117,42 @@ def _torchrun(variables: Mapping[str, str]) -> Environment:
 
 def _open_mpi(variables: Mapping[str, str]) -> Environment | None:
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-    return _mpi("mpirun (Open MPI)", OPEN_MPI, variables, job)
+    numbers = [_number(variables, name) for name in OPEN_MPI]
+    return _task("mpirun (Open MPI)", numbers, variables, variables.get("SLURM_JOB_NODELIST", ""), _port_of(job))
 
 
 def _mpich(variables: Mapping[str, str]) -> Environment | None:
-    return _mpi("mpirun (MPICH)", MPICH, variables, _ancestor("hydra_pmi_proxy"))
+    numbers, job = [_number(variables, name) for name in MPICH], _ancestor("hydra_pmi_proxy")
+    return _task("mpirun (MPICH)", numbers, variables, variables.get("SLURM_JOB_NODELIST", ""), _port_of(job))
 
 
-def _mpi(launcher: str, names: tuple[str, ...], variables: Mapping[str, str], job: str) -> Environment | None:
-    """`job` differs between launches, but all workers know it only if they are on one node."""
-    rank, size, local_rank, local_size = (_number(variables, name) for name in names)
+def _srun(variables: Mapping[str, str]) -> Environment | None:
+    size, node = _number(variables, "SLURM_STEP_NUM_TASKS"), _number(variables, "SLURM_NODEID", 0)
+    per_node = _expanded(variables.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    local_size = per_node[node] if node < len(per_node) else 0
+    numbers = [_number(variables, "SLURM_PROCID"), size, _number(variables, "SLURM_LOCALID"), local_size]
+    return _task("srun", numbers, variables, variables["SLURM_STEP_NODELIST"], _slurm_port(variables))
+
+
+def _task(
+    launcher: str, numbers: list[int], variables: Mapping[str, str], nodes: str, own_port: int
+) -> Environment | None:
+    """The place of one of several tasks; None for a task alone.
+
+    Args:
+        launcher: its name.
+        numbers: rank, size, local rank and local size.
+        variables: the environment.
+        nodes: all hosts, in SLURM's notation; "" if nobody says them.
+        own_port: it differs between launches, but all workers know it only if they are on one node.
+    """
+    rank, size, local_rank, local_size = numbers
     if size == 1:
         return None
     if local_size == size:
-        address, port = LOOPBACK, _port_of(job)
+        address, port = LOOPBACK, own_port
     else:
-        address, port = _first_host(variables.get("SLURM_JOB_NODELIST", "")), _slurm_port(variables)
+        address, port = _first_host(nodes), _slurm_port(variables)
     address = variables.get("MASTER_ADDR", address)
     require(
         bool(address),
@@ -141,19 +161,6 @@ def _mpi(launcher: str, names: tuple[str, ...], variables: Mapping[str, str], jo
     )
     port = _number(variables, "MASTER_PORT", port)
     return Environment(launcher, rank, size, local_rank, local_size, address, port)
-
-
-def _srun(variables: Mapping[str, str]) -> Environment | None:
-    size = _number(variables, "SLURM_STEP_NUM_TASKS")
-    if size == 1:
-        return None
-    rank, local_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_LOCALID")
-    per_node = _expanded(variables.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-    node = _number(variables, "SLURM_NODEID", 0)
-    local_size = per_node[node] if node < len(per_node) else 0
-    address = LOOPBACK if local_size == size else _first_host(variables["SLURM_STEP_NODELIST"])
-    address, port = variables.get("MASTER_ADDR", address), _number(variables, "MASTER_PORT", _slurm_port(variables))
-    return Environment("srun", rank, size, local_rank, local_size, address, port)
 
 
 LAUNCHERS = {
