@@ -92,6 +92,7 @@ class LearningRateSchedule:
             return scale * self._after(step, warmup_steps, num_steps)
         first = 1 if self.scale_by_workers else 0
         start = first if self.warmup_start is None else scale * self.warmup_start
+        # The last step of warm-up has the full rate.
         return start + (scale - start) * (step + 1) / warmup_steps
 
     def _after(self, step: int, warmup_steps: int, num_steps: int) -> float:
@@ -106,11 +107,13 @@ class LearningRateSchedule:
             case "steps":
                 return self.drop_factor ** sum(step >= round(drop * num_steps) for drop in self.drops)
             case "inverse_sqrt":
+                # Without warm-up the rate falls from the first step on.
                 return math.sqrt(max(1, warmup_steps) / (step + 1))
             case "points":
                 return self._between_points(progress)
 
     def _between_points(self, progress: float) -> float:
+        # Of two pairs with the same p, the second one counts from there on.
         passed = sum(p <= progress for p, _ in self.points)
         (p, multiple), (next_p, next_multiple) = self.points[passed - 1], self.points[passed]
         return multiple + (next_multiple - multiple) * (progress - p) / (next_p - p)
@@ -203,6 +206,7 @@ class SGD(Optimizer):
         return learning_rate if self.rate_in_loss else 1.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        # PyTorch refuses Nesterov momentum where there is no momentum.
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(self.groups(model), self.learning_rate, self.momentum, nesterov=nesterov)
 

@@ -57,6 +57,7 @@ def list_images(folder: Path) -> ImageFiles:
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
+        # The order in a folder differs between file systems, and all workers need the same.
         found = sorted(entry.name for entry in os.scandir(folder / name) if entry.name.endswith(SUFFIXES))
         require(len(found) > 0, f"{folder / name} has no images ({', '.join(SUFFIXES[:3])}); fill or remove the folder")
         names += map(os.fsencode, found)

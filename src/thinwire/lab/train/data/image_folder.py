@@ -166,9 +166,11 @@ def _read(path: Path, box_of, size: int) -> Tensor:
         shrink = min(right - left, bottom - top) / (2 * size)
         if shrink > 1:
             image.draft("RGB", (math.ceil(width / shrink), math.ceil(height / shrink)))
+        # With a gap of 2 Pillow shrinks in two steps, which is faster and nearly the same.
         square = image.convert("RGB").resize(
             (size, size), Image.Resampling.BILINEAR, box_of(*image.size), reducing_gap=2.0
         )
+    # The memory of a Pillow image is read-only, about which PyTorch warns.
     return torch.from_numpy(np.asarray(square).copy()).permute(2, 0, 1)
 
 

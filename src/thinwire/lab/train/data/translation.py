@@ -154,6 +154,7 @@ def batches_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens
         [[3, 0, 2], [4]]
     """
     longest = torch.maximum(source_lengths, target_lengths)
+    # By the longer side, then by the source, so that neighbours need little padding.
     order = (longest * (max_length + 1) + source_lengths.clamp(max=max_length)).argsort(stable=True)
     used = (longest <= max_length) & (torch.minimum(source_lengths, target_lengths) > 1)
     order = order[used[order]]
@@ -183,6 +184,7 @@ def bleu(sums_10: Tensor) -> float:
     from sacrebleu.metrics import BLEU
 
     *ngrams, ours, theirs = [int(value) for value in sums_10.tolist()]
+    # Smoothing "exp" is the default of sacreBLEU.
     return BLEU.compute_bleu(ngrams[:4], ngrams[4:], ours, theirs, smooth_method="exp").score
 
 

@@ -21,6 +21,7 @@ from .cache import cached, cached_tensors, fingerprint
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 """First entries of every subword vocabulary; their places are the ids PAD, BOS, EOS and UNK of the Transformer."""
+# The encodings of a whole text at once would need many times its memory.
 CHUNK_LINES = 20_000
 
 
@@ -54,6 +55,7 @@ def read_lines(path: Path) -> list[str]:
     require(path.is_file(), f"{path.absolute()} is not there; put the text there, or say where it is")
     raw = path.read_bytes()
     try:
+        # Some editors put a byte order mark at the start of a file.
         lines = raw.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -71,6 +73,7 @@ def encode_words(train: Path, test: Path, _: int) -> tuple[Tensor, Tensor, int]:
     """
     ids = {"<unk>": 0, "<eos>": 1}
     first = [ids.setdefault(word, len(ids)) for word in _words(train)]
+    # The vocabulary is complete by now: words of the test file add nothing to it.
     second = [ids.get(word, 0) for word in _words(test)]
     return torch.tensor(first, dtype=torch.int32), torch.tensor(second, dtype=torch.int32), len(ids)
 

@@ -89,6 +89,7 @@ def save(
         for path in (folder, unfinished):  # does not create the run's own folder again if somebody removed it
             path.mkdir(exist_ok=True)
         _write(_part(unfinished, number), training.own_state() | {"meter": meter.state_dict()})
+        # All parts are there from now on; by them workers find who is first in a folder.
         comm.barrier()
     # Where a file system shows late what others have written, two workers write the same.
     is_first = number == next(n for n in numbers if elastic is None or n == number or _part(place, n).exists())

@@ -159,6 +159,7 @@ def _projection(channels: int, width: int, stride: int) -> nn.Module:
 
 
 def _convolution(channels: int, width: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    # The norm has a bias of its own.
     return nn.Conv2d(channels, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)
 
 

@@ -68,6 +68,7 @@ class Meter:
         """
         now, ledger = time.perf_counter(), self._strategy.ledger
         counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        # One message for all numbers of a row.
         summed = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)]))
         own = {"dense_fp32_bytes": ledger.dense_fp32_bytes, "seconds": now - self._began}
         own |= self._all_virtual_seconds() | self._seconds_by_phase()

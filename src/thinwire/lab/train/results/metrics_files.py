@@ -82,6 +82,7 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, done: int = 0):
+        # Slow to import, and only the worker that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / "metrics.jsonl"
@@ -90,10 +91,12 @@ class MetricsWriter:
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
         if self._info_path.exists():
             self._info_path.write_text("".join(json.dumps(row) + "\n" for row in info))
+        # TensorBoard hides what was logged after the checkpoint, because those steps come again.
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
     def _begin(self, rows: list[dict[str, Any]]) -> None:
         """Open both files of metrics with these rows. They replace older ones once the rows are in."""
+        # Line by line, so that `thinwire watch` sees each row at once and a killed run keeps it.
         self._files = [open(f"{path}.tmp", "w+", buffering=1, newline="") for path in self._paths]
         self._csv = csv.DictWriter(self._files[1], COLUMNS, extrasaction="ignore")
         self._csv.writeheader()

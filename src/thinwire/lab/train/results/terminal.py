@@ -74,6 +74,7 @@ class Terminal:
         tenths = 10 * step // self._num_steps
         if not self._console.is_terminal and tenths > self._tenths_shown:
             self._tenths_shown = tenths
+            # One line of a log, however narrow the terminal.
             self._console.print(f"{self._title}: step {step}/{self._num_steps}, {metrics}", soft_wrap=True)
 
     def close(self) -> None:

@@ -53,6 +53,7 @@ class WandB:
 
     def __init__(self, config: RunConfig, folder: Path):
         remembered = folder / "wandb-id.txt"
+        # "allow" begins another run if the server does not know the old one any more.
         before = {"id": remembered.read_text(), "resume": "allow"} if remembered.exists() else {}
         self._run = import_module("wandb").init(
             project=config.wandb, name=folder.name, dir=str(folder), config=config.as_dict(), **before

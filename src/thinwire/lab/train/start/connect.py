@@ -53,6 +53,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     warn_if_open(credentials, is_first=environment.rank == 0)
     device = choose_device(config)
     if device.type == "cuda":
+        # NCCL takes the current GPU.
         torch.cuda.set_device(device)
     if config.transport == "mpi":
         dist.init_process_group("mpi", timeout=RENDEZVOUS)
@@ -139,6 +140,7 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
     rank, host, port = environment.rank, environment.master_address, environment.master_port
     if credentials is not None:
         return _encrypted_store(environment, credentials)
+    # Unless torchrun's agent listens at that address already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]

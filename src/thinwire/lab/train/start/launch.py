@@ -132,6 +132,7 @@ def _join(
             except Interrupted as stop:
                 if rank == 0:
                     _stopped(config, stop, on_stop)
+                # Launchers kill the others as soon as one exits, so they wait for rank 0.
                 comm.barrier()
                 raise
     except Interrupted:

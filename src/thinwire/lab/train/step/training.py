@@ -70,9 +70,11 @@ class Training:
         weight *= self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
+            # Only the last backward pass of a step averages gradients.
             with nullcontext() if last else self.strategy.no_sync():
                 answers.append(self._backward(batch.to(self.device), weight))
         if self.config.clip_norm is not None:
+            # The limit is for the true gradient, not for that of the scaled loss.
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.scaler.step(self.optimizer)  # gossip averages parameters in here
