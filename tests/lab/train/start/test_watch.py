@@ -113,6 +113,23 @@ def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, ex
     assert watched(workers, tmp_path, store=store).startswith(expected)
 
 
+def test_a_worker_whose_fork_server_dies_after_the_end_of_an_elastic_run_changes_nothing(
+    workers, tmp_path, monkeypatch
+):
+    """Its exit code was taken for signal 127."""
+    monkeypatch.setattr(watch, "LAST_SECONDS", 0.1)
+    store = dist.HashStore()
+    for place, code in enumerate((0, 0, watch.NO_FORK_SERVER)):
+        workers[place].kill()
+        workers[place] = ended(workers[place], code)
+        store.set(f"finished/{place}", "")
+    (tmp_path / "summary.json").write_text("{}")
+    requests = watch.Requests(workers)
+    watch.Watch(
+        workers, tmp_path, requests, store, 60.0, lambda place: pytest.fail("it was started again")
+    ).until_the_end()
+
+
 def test_a_folder_that_was_removed_is_named(workers, tmp_path):
     store, folder = dist.HashStore(), tmp_path / "gone"
     error = FileNotFoundError(2, "No such file or directory", b"gone/tensorboard/events.out")

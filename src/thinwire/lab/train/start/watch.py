@@ -201,8 +201,8 @@ class Watch:
                 )
 
     def _check_end(self) -> None:
-        code = max(worker.exitcode or 0 for worker in self.workers)
-        if code > 128:
+        code = max(worker.exitcode or 0 for worker in self.workers if worker.exitcode in ENDINGS)
+        if code:
             saved = latest(self.folder / "checkpoints")
             assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
             raise Interrupted(code - 128, saved)
