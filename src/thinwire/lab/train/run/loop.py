@@ -202,9 +202,9 @@ class _Worker:
                     stop = self._after_step(self.upcoming_step, interruption)
                 else:
                     stop = self._after_rounds(interruption) or 0
-                self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
-            elif self.blocks is not None:  # its blocks are assigned again
-                self.upcoming_step = None
+                is_complete = state.done >= self.ahead.num_steps
+            # Of a round that was given up, the blocks are assigned again.
+            self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
         if self.workers.writes or self.is_first_here:

@@ -88,10 +88,6 @@ class Course:
         epoch, position = divmod(later, self.per_epoch)
         return self.origin.epoch + 1 + epoch, position
 
-    def ends_epoch(self, before: int, step: int) -> bool:
-        """Whether a step after `before`, up to `step`, is the last one of an epoch or of the run."""
-        return step >= self.num_steps or self.epoch_of(step)[0] > self.epoch_of(before)[0]
-
     def passes(self, step: int) -> float:
         """Passes over the data after `step` steps, with a fraction."""
         later = step - self.origin.step - self.rest
@@ -162,7 +158,8 @@ def steps(
                 )
             taken = list(islice(batches, config.accumulate))
         begins = position == 0 and not (is_rest and origin.examples)
-        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ahead.ends_epoch(i, i + 1), taken)
+        ends = i + 1 == ahead.num_steps or ahead.epoch_of(i + 1)[0] > epoch
+        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ends, taken)
 
 
 def check_split(config: RunConfig, data: Dataset) -> None:
