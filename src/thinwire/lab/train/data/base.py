@@ -95,6 +95,7 @@ class Dataset(ABC):
         """Of all labels, or of 64 examples of text. Pixels are left out: machines may decode them differently."""
         tensors: tuple[Tensor, ...] = () if self.labels is None else (self.labels,)
         if not tensors:
+            # Spread over the whole text, because files may differ in a late part.
             places = torch.linspace(0, self.num_examples - 1, min(64, self.num_examples), dtype=torch.float64).long()
             inputs, labels = self.batch(places, torch.Generator().manual_seed(0), 0)
             tensors = (*inputs, labels)
@@ -212,6 +213,7 @@ def loaded(make: Callable[[int], Batch], numbers: Sequence[int], num_loaders: in
         generator=torch.Generator(),  # the loader draws a seed, which must not advance the run's random state
     )
     for item in loader:
+        # The error of a loader process, which is one line here.
         if isinstance(item, ValueError):
             raise item
         yield item

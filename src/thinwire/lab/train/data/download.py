@@ -24,6 +24,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds:
         ValueError: it cannot be fetched, or is not the file that was expected; nothing is left at `path`.
     """
     with locked(path):
+        # Another process may have fetched it while this one waited.
         if path.exists():
             return
         try:

@@ -115,6 +115,7 @@ class Pairs(Dataset):
         device, ours, theirs = next(module.parameters()).device, [], []
         for part in self._test_parts(rank, size, batch_size):
             ours += self.translate(module, _batch(self._test, part).inputs[0].to(device))
+            # In the order of our translations, which are sorted by length.
             theirs += [self._references[i] for i in part.tolist()]
         return bleu_sums(ours, theirs)
 

@@ -103,6 +103,7 @@ def save(
             write_json(unfinished / "checkpoint.json", description | {"origin": origin, "position": position} | rounds)
     comm.barrier()
     if is_first:
+        # The entries of the folder must be on disk before its new name is.
         _to_disk(unfinished)
         _rename(unfinished, finished)
         _to_disk(folder)
@@ -158,8 +159,10 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str) -> None:
     best = _best(found, metric)
     if best is not None:
         link = folder / ".best"
+        # A run that was killed here may have left it.
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)
+        # In one step: a reader always finds a link.
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
     for path in folder.glob(".step-*"):

@@ -36,6 +36,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Somebody may have removed the folder, and another run may have made it anew.
         if is_at(descriptor, path):
             path.unlink(missing_ok=True)
         os.close(descriptor)

@@ -47,6 +47,7 @@ def join_elastic(
     )
     threading.excepthook = ignore_file_errors
     choose_interface(config.interface, environment.one_node)
+    # The launcher numbers the workers of all machines.
     config = replace(config, workers=environment.size, first_worker=0)
     try:
         folder = make_folder(config)  # of this machine, or one that tasks share

@@ -94,6 +94,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Environment | None:
         >>> launched({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script
         True
     """
+    # The first one counts: the innermost launcher.
     for names, read in LAUNCHERS.items():
         if set(names) <= variables.keys():
             return read(variables)
@@ -222,6 +223,7 @@ def _ancestor(name: str) -> str:
             command, fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)
         except OSError:
             break
+        # The kernel puts names into parentheses, and cuts them after 15 characters.
         if command.endswith(f"({name}"):
             return str(process)
         process = int(fields.split()[1])

@@ -67,6 +67,7 @@ class Presence:
         """The same error, with the worker that is to blame for it if there is one."""
         try:
             reasons = self._read("failed-first")
+            # A report tells more than silence, and may come while this worker looks for who is silent.
             if not any(reasons):
                 silent = self.silent()
                 reasons = self._read("failed-first")

@@ -61,6 +61,7 @@ class Requests:
         self.deadline = float("inf")
 
     def receive(self, number: int, frame: FrameType | None) -> None:
+        # The second Ctrl-C ends all at once.
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signal and number == signal.SIGINT and sys.stderr.isatty():

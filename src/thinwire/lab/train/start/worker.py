@@ -94,6 +94,7 @@ def work(
 
 def report_failure(store: Store | None, folder: Path, rank: int, error: Exception) -> None:
     """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
+    # The time tells the launcher who failed first.
     came, line = time.time_ns(), failure(rank, error)
     path = folder / f"worker-{rank}-error.txt"
     with contextlib.suppress(OSError):
@@ -107,6 +108,7 @@ def report_failure(store: Store | None, folder: Path, rank: int, error: Exceptio
 def end_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a worker is a child process"
+    # It returns when the launcher has ended, however it ended.
     launcher.join()
     os._exit(1)
 

@@ -64,6 +64,7 @@ class Training:
         """
         num_skipped, carried = self.strategy.num_skipped, self.carried
         buffers = [(b, b.clone()) for b in self.model.buffers() if b.is_floating_point()]
+        # A test in between has set it to evaluation mode.
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
