@@ -7,9 +7,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,8 @@ from helpers.program import Program, wait_until, workers_of
 
 from thinwire.comm import CommunicationError
 from thinwire.lab.train import RunConfig, train
-from thinwire.lab.train.start import connect
+from thinwire.lab.train.run.interrupt import Interrupted
+from thinwire.lab.train.start import connect, elastic_tasks, launch
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
 
@@ -160,6 +162,27 @@ def test_an_interface_that_is_not_there_is_one_line_that_lists_those_that_are(tm
     with pytest.raises(ValueError, match=r"has no network interface 'ib7'; choose --interface among .*\blo"):
         train(RunConfig("digits", interface="ib7", output=tmp_path))
     assert not list(tmp_path.iterdir())
+
+
+def test_the_job_of_an_elastic_run_is_requeued_by_its_first_task(tmp_path, monkeypatch):
+    """It was not: only runs of a fixed number of workers were."""
+    requeued, stop = [], Interrupted(signal.SIGUSR1, tmp_path / "checkpoint")
+
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(launch, "requeue", lambda: requeued.append("job") or "")
+    monkeypatch.setattr(elastic_tasks, "_lighthouse", lambda *_: nullcontext("http://here"))
+    monkeypatch.setattr(elastic_tasks, "communicator", lambda *_: nullcontext())
+    monkeypatch.setattr(elastic_tasks.loop, "run", stopped)
+    for rank in range(2):
+        place = Environment("srun", rank, 2, rank, 2, "127.0.0.1", 0)
+        monkeypatch.setattr(launch, "set_variables", lambda place=place: place)
+        with pytest.raises(Interrupted):
+            train(RunConfig("digits", elastic=True, requeue=True, resume=True, name="run", output=tmp_path))
+    assert requeued == ["job"]
 
 
 def test_an_interface_is_for_gloo_and_nccl(monkeypatch):

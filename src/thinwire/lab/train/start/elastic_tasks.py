@@ -30,7 +30,7 @@ KEY = "thinwire/lighthouse"
 def join_elastic(
     config: RunConfig,
     environment: Environment,
-    on_stop: Callable[[Interrupted], None] | None,
+    on_stop: Callable[[Interrupted], None],
     callbacks: Sequence[Callback],
     on_start: Callable[[Path], object] | None,
 ) -> Path:
@@ -58,7 +58,7 @@ def join_elastic(
             with comm:
                 loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
     except Interrupted as stop:
-        if on_stop and environment.rank == 0:
+        if environment.rank == 0:
             on_stop(stop)
         raise
     except (SharedError, ValueError):

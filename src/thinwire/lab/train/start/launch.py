@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ....algorithm import require
@@ -77,7 +78,7 @@ def train(
     if finished := finished_run(config):
         return finished
     if environment and config.elastic:
-        return join_elastic(config, environment, on_stop, callbacks, on_start)
+        return join_elastic(config, environment, partial(_stopped, config, on_stop), callbacks, on_start)
     if environment:
         return _join(config, environment, on_stop, callbacks, on_start)
     return _spawn(config, on_stop, callbacks, on_start)
@@ -109,7 +110,7 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
                 on_start(folder)
             spawn(config, folder, callbacks)
         except Interrupted as stop:
-            _stopped(config, stop, on_stop)
+            _stopped(config, on_stop, stop)
             raise
     return folder
 
@@ -131,7 +132,7 @@ def _join(
                 interruption.settle()
             except Interrupted as stop:
                 if rank == 0:
-                    _stopped(config, stop, on_stop)
+                    _stopped(config, on_stop, stop)
                 # Launchers kill the others as soon as one exits, so they wait for rank 0.
                 comm.barrier()
                 raise
@@ -145,7 +146,7 @@ def _join(
     return folder
 
 
-def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
+def _stopped(config: RunConfig, on_stop: OnStop, stop: Interrupted) -> None:
     if on_stop:
         on_stop(stop)
     if config.requeue and stop.signal == signal.SIGUSR1:
