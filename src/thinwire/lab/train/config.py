@@ -240,12 +240,10 @@ class RunConfig:
             ValueError: the text cannot be read, or names something else than a strategy that suits the run.
         """
         strategy = strategy_of(self.strategy)
-        require(
-            isinstance(strategy, Averaging),
-            f"strategy must average gradients or parameters, such as Gradients(Mean()), got {strategy!r}",
-        )
-        # For the type checker: `require` has refused all others.
-        assert isinstance(strategy, Averaging)
+        if not isinstance(strategy, Averaging):
+            raise ValueError(
+                f"strategy must average gradients or parameters, such as Gradients(Mean()), got {strategy!r}"
+            )
         require(
             strategy.has_common_steps or self.network is None,
             f"workers of {strategy!r} take unequal numbers of steps, and so have no virtual seconds; leave --network out",

@@ -17,7 +17,6 @@ from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
-from ..shared_errors import SharedError
 from .connect import choose_interface, credentials_of, meeting_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
@@ -53,15 +52,17 @@ def join_elastic(
         folder = make_folder(config)  # of this machine, or one that tasks share
         if on_start is not None and environment.rank == 0:
             on_start(folder)
-        with _lighthouse(config, environment) as address, Interruption() as interruption:
-            comm = communicator(config, address, environment.rank, environment.local_size)
-            with comm:
-                loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
+        with (
+            _lighthouse(config, environment) as address,
+            Interruption() as interruption,
+            communicator(config, address, environment.rank, environment.local_size) as comm,
+        ):
+            loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
     except Interrupted as stop:
         if environment.rank == 0:
             on_stop(stop)
         raise
-    except (SharedError, ValueError):
+    except ValueError:
         raise
     except Exception as error:
         raise WorkerError(failure(environment.rank, error)) from error

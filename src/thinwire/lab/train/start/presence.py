@@ -6,6 +6,7 @@ the others do not count any more, and which have reported a failure of their own
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from types import TracebackType
@@ -49,19 +50,15 @@ class Presence:
 
     def _count(self) -> None:
         number = 0
-        try:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             while not self._ended.wait(self._beat_seconds):
                 number += 1
                 self._store.set(f"present/{self._rank}", str(number))
-        except RuntimeError:
-            return  # the store is gone, and with it the run
 
     def report(self, reason: str) -> None:
         """Tell the others why this worker fails."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"failed-first/{self._rank}", reason)
-        except RuntimeError:
-            return
 
     def explained(self, error: CommunicationError) -> CommunicationError:
         """The same error, with the worker that is to blame for it if there is one."""
