@@ -19,6 +19,9 @@ from .tls import relay
 from .tls.credentials import Credentials
 from .tls.store import TlsStore
 
+Store = dist.Store
+"""Any store: PyTorch's, or a `TlsStore`."""
+
 
 def listening_store(
     address: str, port: int, timeout: timedelta, credentials: Credentials | None = None

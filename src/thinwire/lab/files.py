@@ -29,6 +29,14 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
+def is_at(descriptor: int, path: Path) -> bool:
+    """Whether the open file is still the one of that name."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), os.stat(path))
+    except OSError:
+        return False
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
     unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # workers of several machines may write the same file

@@ -152,8 +152,8 @@ def test_batches_are_a_function_of_seed_rank_epoch_and_number():
 
     state = torch.get_rng_state()
     assert torch.equal(pixels_of(), pixels_of())
-    moved = next(images.to("cpu").batches(plan, 0, 0, 0)).to("cpu")
-    assert torch.equal(moved.inputs[0], pixels_of()[0]) and torch.equal(moved.labels, plan[0])
+    first = next(images.batches(plan, 0, 0, 0)).to("cpu")
+    assert torch.equal(first.inputs[0], pixels_of()[0]) and torch.equal(first.labels, plan[0])
     assert torch.equal(pixels_of()[5:], pixels_of(numbers=range(5, len(plan)))), (
         "an epoch that is resumed goes on as it would have"
     )

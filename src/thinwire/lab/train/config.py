@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -196,6 +197,7 @@ class RunConfig:
             "/" not in self.suffix, f"suffix must have no slash, got {self.suffix!r}; say where it goes with output"
         )
         whole = (self.name or "") + self.suffix
+        # File systems allow no longer name.
         require(len(whole.encode()) <= 255, f"name must have at most 255 bytes, got {whole!r}")
         if isinstance(self.model, GPT):
             most, hint = self.model.context, ", which the model reads at once; set model.context to it, or lower it"
@@ -238,11 +240,10 @@ class RunConfig:
             ValueError: the text cannot be read, or names something else than a strategy that suits the run.
         """
         strategy = strategy_of(self.strategy)
-        require(
-            isinstance(strategy, Averaging),
-            f"strategy must average gradients or parameters, such as Gradients(Mean()), got {strategy!r}",
-        )
-        assert isinstance(strategy, Averaging)
+        if not isinstance(strategy, Averaging):
+            raise ValueError(
+                f"strategy must average gradients or parameters, such as Gradients(Mean()), got {strategy!r}"
+            )
         require(
             strategy.has_common_steps or self.network is None,
             f"workers of {strategy!r} take unequal numbers of steps, and so have no virtual seconds; leave --network out",
@@ -281,22 +282,13 @@ class RunConfig:
             >>> RunConfig("digits", "Local(Mean(TopK(0.01), ErrorFeedback()), every=4)").default_name
             'digits-local-mean-topk-0.01-errorfeedback-4-seed0'
         """
+        # The name must stay below the 255 bytes of file systems, with a number or a suffix behind it.
         words = re.findall(r"[\w.]+", re.sub(r"\w+=", "", repr(self.parsed_strategy())))
         return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values for JSON: the strategy as its `repr`; data, model, loss and optimizer with their `kind`."""
-        parts = {name: _plain(getattr(self, name)) for name in ("data", "model", "loss", "optimizer")}
-        plain = _plain(self) | {
-            name: {"kind": type(getattr(self, name)).__name__} | part for name, part in parts.items()
-        }
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # paths become text, tuples lists
+        for name in ("data", "model", "loss", "optimizer"):
+            plain[name] = {"kind": type(getattr(self, name)).__name__} | plain[name]
         return plain | {"strategy": repr(self.parsed_strategy())}
-
-
-def _plain(value: Any) -> Any:
-    """Dataclasses as dictionaries, paths as text."""
-    if is_dataclass(value):
-        return {item.name: _plain(getattr(value, item.name)) for item in fields(value)}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -17,6 +17,8 @@ from ...options import require_choice, require_integer, require_number
 from ...strategy.local.muon_adamw import Scale
 
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+MEMORIES = {"momentum", "beta1", "beta2"}
+"""Fields of optimizers that say which share of a running sum or mean a step keeps."""
 Shape = Literal["constant", "linear", "cosine", "steps", "inverse_sqrt", "points"]
 
 
@@ -90,6 +92,7 @@ class LearningRateSchedule:
             return scale * self._after(step, warmup_steps, num_steps)
         first = 1 if self.scale_by_workers else 0
         start = first if self.warmup_start is None else scale * self.warmup_start
+        # The last step of warm-up has the full rate.
         return start + (scale - start) * (step + 1) / warmup_steps
 
     def _after(self, step: int, warmup_steps: int, num_steps: int) -> float:
@@ -104,11 +107,13 @@ class LearningRateSchedule:
             case "steps":
                 return self.drop_factor ** sum(step >= round(drop * num_steps) for drop in self.drops)
             case "inverse_sqrt":
+                # Without warm-up the rate falls from the first step on.
                 return math.sqrt(max(1, warmup_steps) / (step + 1))
             case "points":
                 return self._between_points(progress)
 
     def _between_points(self, progress: float) -> float:
+        # Of two pairs with the same p, the second one counts from there on.
         passed = sum(p <= progress for p, _ in self.points)
         (p, multiple), (next_p, next_multiple) = self.points[passed - 1], self.points[passed]
         return multiple + (next_multiple - multiple) * (progress - p) / (next_p - p)
@@ -129,6 +134,8 @@ class Optimizer(ABC):
     def __post_init__(self):
         require_number("optimizer.learning_rate", self.learning_rate, above=0)
         require_number("optimizer.weight_decay", self.weight_decay, least=0)
+        for name in {item.name for item in fields(self)} & MEMORIES:
+            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -195,14 +202,11 @@ class SGD(Optimizer):
     rate_in_loss: bool = False
     """Whether the loss is multiplied by the learning rate too: for DeMo, whose momentum adds up rate times gradient."""
 
-    def __post_init__(self):
-        super().__post_init__()
-        require_number("optimizer.momentum", self.momentum, least=0, below=1)
-
     def loss_factor(self, learning_rate: float) -> float:
         return learning_rate if self.rate_in_loss else 1.0
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        # PyTorch refuses Nesterov momentum where there is no momentum.
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(self.groups(model), self.learning_rate, self.momentum, nesterov=nesterov)
 
@@ -233,8 +237,6 @@ class Adam(Optimizer):
 
     def __post_init__(self):
         super().__post_init__()
-        for name in ("beta1", "beta2"):
-            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
         require_number("optimizer.eps", self.eps, above=0)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
@@ -262,10 +264,6 @@ class DGCSGD(Optimizer):
     """Momentum of weight decay; it must equal the averager's momentum."""
     nesterov: bool = False
     """Whether the averager's momentum is Nesterov's."""
-
-    def __post_init__(self):
-        super().__post_init__()
-        require_number("optimizer.momentum", self.momentum, least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         return strategy.DGCSGD(self.groups(model), self.learning_rate, momentum=self.momentum, nesterov=self.nesterov)
@@ -295,8 +293,6 @@ class Muon(Optimizer):
     def __post_init__(self):
         super().__post_init__()
         require_choice("optimizer.scale", self.scale, get_args(Scale))
-        for name in ("momentum", "beta2"):
-            require_number(f"optimizer.{name}", getattr(self, name), least=0, below=1)
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -52,5 +52,6 @@ def run_on_all(comm: Communicator, do: Callable[[], Result]) -> Result:
     found = comm.gather_objects(mistake and str(mistake))
     if any(text is not None for text in found):
         rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
+        # Where all say the same, no worker is to blame.
         raise SharedError(text if len(set(found)) == 1 else f"worker {rank}: {text}") from mistake
     return results[0]

@@ -252,7 +252,7 @@ def alone(config: RunConfig, folder: Path) -> list[checkpoint.Loaded]:
         optimizer = config.optimizer.build(model)
         strategy = config.parsed_strategy().attach(model, optimizer, comm=comm)
         training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), strategy)
-        return load_latest(folder / "checkpoints", training, Meter(data, strategy, comm), comm)
+        return load_latest(folder / "checkpoints", training, Meter(data, strategy, training.virtual), comm)
 
     return LocalWorld(config.workers).run(worker)
 

@@ -10,6 +10,7 @@ import torch
 from thinwire.comm import Ledger, LocalWorld
 from thinwire.lab.train.results import meter
 from thinwire.lab.train.results.meter import Meter
+from thinwire.lab.train.step.virtual import VirtualTime
 
 
 def test_a_row_goes_on_where_it_was_saved(monkeypatch):
@@ -17,29 +18,29 @@ def test_a_row_goes_on_where_it_was_saved(monkeypatch):
     now = SimpleNamespace(time=100.0)
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now.time)
 
-    def begin(comm, encode: float) -> tuple[Meter, dict]:
+    def begin(encode: float) -> tuple[Meter, dict]:
         handle = SimpleNamespace(
             seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
         )
         data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
-        return Meter(data, handle, comm), handle.seconds
+        return Meter(data, handle, VirtualTime()), handle.seconds
 
     def run(comm):
-        first, seconds = begin(comm, 7.0)
+        first, seconds = begin(7.0)
         now.time += 5
         seconds["encode"] += 1.5
         first.add(torch.zeros(10, 2), torch.zeros(10))
         saved = first.state_dict()
         now.time += 3600
-        second, seconds = begin(comm, 0.0)
+        second, seconds = begin(0.0)
         second.load_state_dict(saved)
         now.time += 5
         seconds["encode"] += 0.5
         second.add(torch.zeros(10, 2), torch.zeros(10))
-        row = second.row()
+        row = second.row(comm)
         now.time += 1
         seconds["encode"] += 4.0
-        return row, second.row()["encode_seconds"]
+        return row, second.row(comm)["encode_seconds"]
 
     ((row, later),) = LocalWorld(1).run(run)
     assert row["examples_per_second"] == pytest.approx(2.0) and row["seconds"] == pytest.approx(10.0)

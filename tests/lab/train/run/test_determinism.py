@@ -24,6 +24,7 @@ import torch
 from helpers import tiny
 from helpers.spawn import spawn
 
+from thinwire.clock import Clock
 from thinwire.comm import Communicator
 from thinwire.lab.files import write_json
 from thinwire.lab.train import RunConfig
@@ -78,7 +79,7 @@ def run_locally(config: RunConfig, folder: Path, comm: Communicator) -> None:
     handle = config.parsed_strategy().attach(model, optimizer, comm=comm)
     training = Training(config, model, model, optimizer, torch.amp.GradScaler("cpu", enabled=False), handle)
     rows = []
-    for step in steps(config, data, comm):
+    for step in steps(config, data, comm, course(config, data, comm.size), 0, Clock()):
         training.carried = None if step.begins_epoch is not None else training.carried
         sums = sum(data.sums(*answer) for answer in training.step(step.batches))
         rows.append({"step": step.number, **data.metrics(comm.all_reduce(sums).wait())})

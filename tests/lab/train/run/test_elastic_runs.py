@@ -26,7 +26,6 @@ from thinwire.lab.train.run.interrupt import Interruption
 from thinwire.lab.train.run.state import RunState
 from thinwire.lab.train.run.workers import shared_settings
 from thinwire.lab.train.start.lighthouse import communicator
-from thinwire.lab.train.step.steps import Position
 
 NUM_BLOCKS = 1258 // 32  # of the digits in batches
 
@@ -190,21 +189,21 @@ def test_a_killed_fork_server_is_named_in_other_runs(tmp_path):
 
 
 def test_an_impossible_position_in_the_run_is_refused():
-    sent = vars(RunState(7, Position(4, 0, 64), 2)) | {"origin": [4, 0, 64]}
+    sent = vars(RunState(7))
     state = RunState()
     state.load(sent | {"meter": {}})
-    assert state == RunState(7, Position(4, 0, 64), 2)
+    assert state == RunState(7)
     for wrong in (
         {"done": 2**63},
         {"done": -1},
-        {"size": 0},
-        {"size": 2**40},
-        {"origin": [0, -1, 0]},
-        {"origin": [9, 0, 0]},
+        {"aborted": -1},
+        {"healings": "2"},
+        {"row_is_due": 1},
+        {"row": []},
     ):
         with pytest.raises(ValueError, match="impossible position in the run"):
             state.load(sent | wrong)
-    assert state == RunState(7, Position(4, 0, 64), 2)
+    assert state == RunState(7)
 
 
 def test_joiners_compare_what_a_run_must_have_in_common():

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from thinwire.clock import Clock
 from thinwire.comm import LocalWorld
 from thinwire.lab.report import read_run
 from thinwire.lab.report.tables import times
@@ -19,7 +20,7 @@ from thinwire.lab.train.folder.run_folder import begin, make_folder
 from thinwire.lab.train.models import GPT, DigitsNet
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.metrics_files import COLUMNS, MetricsWriter
-from thinwire.lab.train.step.steps import steps
+from thinwire.lab.train.step.steps import course, steps
 
 
 @pytest.mark.parametrize(("num_examples", "size"), [(12, 4), (13, 4), (1, 1), (3, 4)])
@@ -70,7 +71,9 @@ def test_the_configuration_chooses_the_split():
     config = RunConfig("digits", batch_size=10, epochs=1)
 
     def walk(comm, config):
-        return torch.cat([examples_of(step) for step in steps(config, numbered(labels), comm)]).sort().values.tolist()
+        return (
+            torch.cat([examples_of(step) for step in steps_of(config, numbered(labels), comm)]).sort().values.tolist()
+        )
 
     by_class = LocalWorld(4).run(walk, replace(config, split="by-class"))
     by_position = LocalWorld(4).run(walk, replace(config, split="by-position"))
@@ -89,7 +92,8 @@ def test_every_worker_takes_full_batches_and_the_last_step_ends_an_epoch():
     config = RunConfig("digits", epochs=3, batch_size=4, max_steps=5)
 
     def walk(comm):
-        return list(steps(config, numbered(torch.zeros(20)), comm))
+        data = numbered(torch.zeros(20))
+        return list(steps_of(config, data, comm))
 
     for taken in LocalWorld(2).run(walk):
         assert [step.number for step in taken] == [1, 2, 3, 4, 5]
@@ -102,12 +106,18 @@ def test_steps_go_on_after_any_number_of_them_with_the_batches_that_come_next():
     data = numbered(torch.zeros(30))
 
     def walk(comm, done):
-        return [(step.number, step.ends_epoch, examples_of(step).tolist()) for step in steps(config, data, comm, done)]
+        return [
+            (step.number, step.ends_epoch, examples_of(step).tolist()) for step in steps_of(config, data, comm, done)
+        ]
 
     whole = LocalWorld(2).run(walk, 0)
     assert [len(taken) for taken in whole] == [9, 9] and len(whole[0][0][2]) == 4
     for done in range(9):
         assert LocalWorld(2).run(walk, done) == [taken[done:] for taken in whole]
+
+
+def steps_of(config, data, comm, done=0):
+    return steps(config, data, comm, course(config, data, comm.size), done, Clock())
 
 
 def numbered(labels):

@@ -7,10 +7,10 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
-from datetime import timedelta
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 
 import pytest
@@ -21,7 +21,8 @@ from helpers.program import Program, wait_until, workers_of
 
 from thinwire.comm import CommunicationError
 from thinwire.lab.train import RunConfig, train
-from thinwire.lab.train.start import connect
+from thinwire.lab.train.run.interrupt import Interrupted
+from thinwire.lab.train.start import connect, elastic_tasks, launch
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
 
@@ -163,6 +164,27 @@ def test_an_interface_that_is_not_there_is_one_line_that_lists_those_that_are(tm
     assert not list(tmp_path.iterdir())
 
 
+def test_the_job_of_an_elastic_run_is_requeued_by_its_first_task(tmp_path, monkeypatch):
+    """It was not: only runs of a fixed number of workers were."""
+    requeued, stop = [], Interrupted(signal.SIGUSR1, tmp_path / "checkpoint")
+
+    def stopped(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(launch, "requeue", lambda: requeued.append("job") or "")
+    monkeypatch.setattr(elastic_tasks, "_lighthouse", lambda *_: nullcontext("http://here"))
+    monkeypatch.setattr(elastic_tasks, "communicator", lambda *_: nullcontext())
+    monkeypatch.setattr(elastic_tasks.loop, "run", stopped)
+    for rank in range(2):
+        place = Environment("srun", rank, 2, rank, 2, "127.0.0.1", 0)
+        monkeypatch.setattr(launch, "set_variables", lambda place=place: place)
+        with pytest.raises(Interrupted):
+            train(RunConfig("digits", elastic=True, requeue=True, resume=True, name="run", output=tmp_path))
+    assert requeued == ["job"]
+
+
 def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "before")
@@ -207,31 +229,31 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 @pytest.mark.parametrize(
     "asked, device, others, gpus, expected",
     [
-        ("auto", CPU, "0", 4, "gloo"),
-        ("auto", GPU, "0", 2, "cpu:gloo,cuda:nccl"),
-        ("auto", GPU, "0", 1, "gloo"),  # two workers share it
-        ("auto", GPU, "1", 2, "gloo"),  # the other worker has none
-        ("gloo", GPU, "0", 2, "gloo"),
-        ("nccl", GPU, "0", 2, "cpu:gloo,cuda:nccl"),
-        ("nccl", GPU, "1", 2, "rank 1 has none"),
-        ("nccl", CPU, "0", 2, "rank 0 has none"),
+        ("auto", CPU, "true", 4, "gloo"),
+        ("auto", GPU, "true", 2, "cpu:gloo,cuda:nccl"),
+        ("auto", GPU, "true", 1, "gloo"),  # two workers share it
+        ("auto", GPU, "false", 2, "gloo"),  # the other worker has none
+        ("gloo", GPU, "true", 2, "gloo"),
+        ("nccl", GPU, "true", 2, "cpu:gloo,cuda:nccl"),
+        ("nccl", GPU, "false", 2, "rank 1 has none"),
+        ("nccl", CPU, "true", 2, "rank 0 has none"),
     ],
 )
 def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, others, gpus, expected, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     environment, store = Environment("srun", 0, 2, 0, 2, "127.0.0.1", 29500), dist.HashStore()
-    store.set("thinwire/no-gpu/1", others)
+    store.set("thinwire/1/1", others)  # what the other worker has
     try:
         assert connect.choose_backend(asked, device, environment, store) == expected
     except ValueError as error:
         assert expected in str(error)
 
 
-def test_a_worker_that_does_not_connect_is_named():
+def test_a_worker_that_does_not_connect_is_named(monkeypatch):
     store = dist.HashStore()
-    store.set_timeout(timedelta(seconds=0.1))
-    with pytest.raises(TimeoutError, match="rank 1 did not connect"):
+    monkeypatch.setattr(connect, "SECONDS", 0.1)
+    with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come to the store within 0.1 seconds"):
         connect.choose_backend("gloo", torch.device("cpu"), Environment("thinwire", 0, 2, 0, 2, "127.0.0.1", 0), store)
 
 

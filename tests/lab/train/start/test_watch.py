@@ -49,7 +49,9 @@ def workers():
 
 def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
     with pytest.raises(WorkerError) as raised:
-        watch.watch(workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds)
+        watch.Watch(
+            workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds
+        ).until_the_end()
     return str(raised.value)
 
 
@@ -90,7 +92,7 @@ def test_a_worker_that_goes_on_in_time_ends_nothing(workers, tmp_path, monkeypat
 
     monkeypatch.setattr(watch, "wait", waiting)
     with pytest.raises(TimeoutError):
-        watch.watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5)
+        watch.Watch(workers, tmp_path, watch.Requests(workers), dist.HashStore(), 0.5).until_the_end()
 
 
 def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, monkeypatch, capfd, clock):
@@ -129,6 +131,23 @@ def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, ex
     report_failure(store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711"))
     workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
     assert watched(workers, tmp_path, store=store).startswith(expected)
+
+
+def test_a_worker_whose_fork_server_dies_after_the_end_of_an_elastic_run_changes_nothing(
+    workers, tmp_path, monkeypatch
+):
+    """Its exit code was taken for signal 127."""
+    monkeypatch.setattr(watch, "LAST_SECONDS", 0.1)
+    store = dist.HashStore()
+    for place, code in enumerate((0, 0, watch.NO_FORK_SERVER)):
+        workers[place].kill()
+        workers[place] = ended(workers[place], code)
+        store.set(f"finished/{place}", "")
+    (tmp_path / "summary.json").write_text("{}")
+    requests = watch.Requests(workers)
+    watch.Watch(
+        workers, tmp_path, requests, store, 60.0, lambda place: pytest.fail("it was started again")
+    ).until_the_end()
 
 
 def test_a_folder_that_was_removed_is_named(workers, tmp_path):

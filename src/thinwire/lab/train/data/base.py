@@ -23,7 +23,7 @@ from __future__ import annotations
 import hashlib
 import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -77,21 +77,12 @@ class Dataset(ABC):
     """Processes that prepare batches in advance; 0 => the training process makes them."""
     in_order: bool = False
     """Whether a worker's share must be a contiguous range, because the model keeps its state between batches."""
-
-    @property
-    @abstractmethod
-    def num_classes(self) -> int:
-        """The number of scores per label: classes, or entries of the vocabulary."""
-
-    @property
-    @abstractmethod
-    def num_examples(self) -> int:
-        """The number of training examples over all workers."""
-
-    @property
-    def labels(self) -> Tensor | None:
-        """(num_examples,) int64, the class of each training example; None if examples have no class."""
-        return None
+    num_classes: int
+    """The number of scores per label: classes, or entries of the vocabulary."""
+    num_examples: int
+    """The number of training examples over all workers."""
+    labels: Tensor | None = None
+    """(num_examples,) int64, the class of each training example; None if examples have no class."""
 
     def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
         """Shapes (C, H, W) of the training images of the first epochs, in their order, and of the test images.
@@ -104,6 +95,7 @@ class Dataset(ABC):
         """Of all labels, or of 64 examples of text. Pixels are left out: machines may decode them differently."""
         tensors: tuple[Tensor, ...] = () if self.labels is None else (self.labels,)
         if not tensors:
+            # Spread over the whole text, because files may differ in a late part.
             places = torch.linspace(0, self.num_examples - 1, min(64, self.num_examples), dtype=torch.float64).long()
             inputs, labels = self.batch(places, torch.Generator().manual_seed(0), 0)
             tensors = (*inputs, labels)
@@ -133,10 +125,11 @@ class Dataset(ABC):
         self, plan: Tensor, seed: int, rank: int, epoch: int, numbers: Sequence[int] | None = None
     ) -> Iterator[Batch]:
         """The batches of a plan with these numbers, or all; loader processes make them in advance."""
-        ready_made, numbers = _Epoch(self, plan, seed, rank, epoch), range(len(plan)) if numbers is None else numbers
-        if self.num_loaders == 0:
-            return map(ready_made.__getitem__, numbers)
-        return loaded(ready_made, numbers, self.num_loaders)
+
+        def make(number: int) -> Batch:
+            return self.batch(plan[number], batch_generator(seed, rank, epoch, number), epoch)
+
+        return loaded(make, range(len(plan)) if numbers is None else numbers, self.num_loaders)
 
     @torch.no_grad()
     def evaluate(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
@@ -198,33 +191,21 @@ def batch_generator(seed: int, rank: int, epoch: int, number: int) -> torch.Gene
     return torch.Generator().manual_seed(key)
 
 
-@dataclass(frozen=True)
-class _Epoch:
-    """The batches of an epoch by number, for PyTorch's loader processes."""
-
-    data: Dataset
-    plan: Tensor
-    seed: int
-    rank: int
-    epoch: int
-
-    def __getitem__(self, number: int) -> Batch:
-        generator = batch_generator(self.seed, self.rank, self.epoch, number)
-        return self.data.batch(self.plan[number], generator, self.epoch)
-
-
-def loaded(batches: Any, numbers: Sequence[int], num_loaders: int) -> Iterator[Batch]:
-    """Items of `batches` in the order of `numbers`, made by `num_loaders` processes, each two items ahead.
+def loaded(make: Callable[[int], Batch], numbers: Sequence[int], num_loaders: int) -> Iterator[Batch]:
+    """The batches `make(number)` in the order of `numbers`, made by `num_loaders` processes, each two batches ahead.
 
     Raises:
         ValueError: a process raised it; the message is the same.
     """
+    if num_loaders == 0:
+        yield from map(make, numbers)
+        return
     loader: DataLoader[Any] = DataLoader(
-        _Reported(batches),
+        _Reported(make),
         batch_size=None,
         sampler=numbers,
         num_workers=num_loaders,
-        collate_fn=_as_it_is,
+        collate_fn=lambda item: item,  # PyTorch's own makes lists of tuples
         worker_init_fn=ignore_requests,
         # Forked loaders start at once. PyTorch's watchdog ends them within seconds after their parent. Loaders of a fork
         # server, the worker's own start method, would outlive it.
@@ -232,6 +213,7 @@ def loaded(batches: Any, numbers: Sequence[int], num_loaders: int) -> Iterator[B
         generator=torch.Generator(),  # the loader draws a seed, which must not advance the run's random state
     )
     for item in loader:
+        # The error of a loader process, which is one line here.
         if isinstance(item, ValueError):
             raise item
         yield item
@@ -241,14 +223,10 @@ def loaded(batches: Any, numbers: Sequence[int], num_loaders: int) -> Iterator[B
 class _Reported(torch.utils.data.Dataset[Any]):
     """Returns a user error as a value, because an error raised in a loader process would be shown as a traceback."""
 
-    batches: Any
+    make: Callable[[int], Batch]
 
     def __getitem__(self, number: int) -> Batch | ValueError:
         try:
-            return self.batches[number]
+            return self.make(number)
         except ValueError as error:
             return error
-
-
-def _as_it_is(item: Any) -> Any:
-    return item

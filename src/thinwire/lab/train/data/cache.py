@@ -33,8 +33,10 @@ def cached(name: str, made_from: str, make: Callable[[Path], None]) -> Path:
     """
     digest = hashlib.sha256(made_from.encode()).hexdigest()[:16]
     path = cache_folder() / f"{digest}-{name}"
+    # Most often it is there, and no lock is needed.
     if not path.exists():
         with locked(path):
+            # Another process may have made it while this one waited.
             if not path.exists():
                 write_whole(path, make)
     return path

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ....algorithm import require
+
+if TYPE_CHECKING:
+    from PIL import Image
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".JPG", ".JPEG", ".PNG")
 
@@ -52,6 +57,7 @@ def list_images(folder: Path) -> ImageFiles:
     names: list[bytes] = []
     labels: list[int] = []
     for label, name in enumerate(classes):
+        # The order in a folder differs between file systems, and all workers need the same.
         found = sorted(entry.name for entry in os.scandir(folder / name) if entry.name.endswith(SUFFIXES))
         require(len(found) > 0, f"{folder / name} has no images ({', '.join(SUFFIXES[:3])}); fill or remove the folder")
         names += map(os.fsencode, found)
@@ -73,20 +79,18 @@ def list_parts(train: Path, test: Path) -> tuple[ImageFiles, ImageFiles]:
     return parts
 
 
-def open_image(path: Path):
-    """A Pillow image, not yet decoded.
+@contextmanager
+def open_image(path: Path) -> Iterator[Image.Image]:
+    """Context with a Pillow image, not yet decoded.
 
     Raises:
-        ValueError: the file isn't an image.
+        ValueError: the file isn't an image, or cannot be decoded in the context.
     """
     from PIL import Image
 
     try:
-        return Image.open(path)
+        with Image.open(path) as image:
+            yield image
     except OSError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: Path, error: OSError) -> ValueError:
-    """What to say of an image that can't be decoded."""
-    return ValueError(f"{path} cannot be read as an image ({str(error).splitlines()[0]}); replace or remove it")
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it") from error

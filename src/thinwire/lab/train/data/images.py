@@ -13,7 +13,7 @@ from .shards import Split
 
 
 class Images(Dataset):
-    """Training and test images as two tensors each; batches are made where these lie.
+    """Training and test images as two tensors each.
 
     Args:
         train, test: images (N, C, H, W), uint8 or float32, and their classes.
@@ -33,32 +33,15 @@ class Images(Dataset):
         std: tuple[float, ...] = (1.0,),
         augmentation: Augmentation = Augmentation(padding=0, flip=False),
     ):
-        self._train, self._test, self._num_classes, self._augmentation = train, test, num_classes, augmentation
+        self._train, self._test, self._augmentation = train, test, augmentation
+        self.num_classes, self.num_examples, self.labels = num_classes, len(train.labels), train.labels
         self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))
-
-    @property
-    def num_classes(self) -> int:
-        return self._num_classes
-
-    @property
-    def num_examples(self) -> int:
-        return len(self._train.labels)
-
-    @property
-    def labels(self) -> Tensor:
-        return self._train.labels
 
     def image_shapes(self, num_epochs: int) -> tuple[list[Shape], list[Shape]]:
         return [_shape(self._train)], [_shape(self._test)]
 
-    def to(self, device: torch.device | str) -> Images:
-        """The same images on a device, where batches are then made."""
-        train, test = (Split(*(part.to(device) for part in split)) for split in (self._train, self._test))
-        mean, std = self._mean.flatten().tolist(), self._std.flatten().tolist()
-        return Images(train, test, self._num_classes, tuple(mean), tuple(std), self._augmentation)
-
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
-        images, labels = (part[indices.to(part.device)] for part in self._train)
+        images, labels = (part[indices] for part in self._train)
         images = self._standardised(self._augmentation.before(images, generator))
         return Batch((channels_last(self._augmentation.after(images, generator)),), labels)
 
@@ -69,7 +52,7 @@ class Images(Dataset):
         )
 
     def _standardised(self, images: Tensor) -> Tensor:
-        return (images.float() - self._mean.to(images.device)) / self._std.to(images.device)
+        return (images.float() - self._mean) / self._std
 
 
 def _shape(split: Split) -> Shape:

@@ -73,8 +73,10 @@ def uneven_shard(keys: Tensor, rank: int, size: int, seed: int, epoch: int, shuf
         [[1, 3], [0, 2]]
     """
     order = permutation(len(keys), seed, SPLIT_STREAM, 0)
+    # A multiple of the number of workers, so that all get equally many.
     num_mixed = round(shuffled * len(keys) / size) * size
     mixed, others = order[:num_mixed], order[num_mixed:]
+    # The sort is stable, so examples of one key stay in their random order.
     pieces = others[keys[others].argsort(stable=True)].tensor_split(size)
     share = torch.cat([mixed[rank::size], pieces[rank]])[: len(keys) // size]
     return share[permutation(len(share), seed, ORDER_STREAM | rank << 32, epoch)]

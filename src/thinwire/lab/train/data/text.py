@@ -108,16 +108,8 @@ class Text(Dataset):
             f"a window of data.context {context} needs {context + 1} training tokens, got {len(train)}",
         )
         require(len(test) > 1, f"the test text needs 2 tokens or more, got {len(test)}")
-        self._train, self._test, self._num_tokens, self._context = train, test, num_tokens, context
-        self.in_order = in_order
-
-    @property
-    def num_classes(self) -> int:
-        return self._num_tokens
-
-    @property
-    def num_examples(self) -> int:
-        return (len(self._train) - 1) // self._context
+        self._train, self._test, self._context, self.in_order = train, test, context, in_order
+        self.num_classes, self.num_examples = num_tokens, (len(train) - 1) // context
 
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         places = indices[:, None] * self._context + torch.arange(self._context)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ....algorithm import require
 from ....options import require_integer
-from ..models.transformer import BOS, PAD
+from ..models.transformer import BOS, PAD, TransformerModule
 from .base import IGNORE, Batch, Dataset
 from .vocabulary import Ragged, encode_lines, load_subwords, read_lines, subwords
-
-
-class Translator(Protocol):
-    """A module that translates tokens (N, S) to tokens (N, T)."""
-
-    def translate(self, source_NS: Tensor) -> Tensor:
-        """Greedy translations, padded at the end."""
 
 
 @dataclass(frozen=True)
@@ -92,14 +85,7 @@ class Pairs(Dataset):
         self._batches = batches_by_tokens(sources.lengths, targets.lengths, config.max_tokens, config.max_length)
         fit = f"no training pair of {config.folder} has {config.max_length} tokens or fewer; raise data.max_length"
         require(len(self._batches) > 0, fit)
-
-    @property
-    def num_classes(self) -> int:
-        return self._tokenizer.get_vocab_size()
-
-    @property
-    def num_examples(self) -> int:
-        return len(self._batches)
+        self.num_classes, self.num_examples = self._tokenizer.get_vocab_size(), len(self._batches)
 
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         return _batch(self._train, torch.cat([self._batches[i] for i in indices.tolist()]))
@@ -122,13 +108,14 @@ class Pairs(Dataset):
 
     def translate(self, module: nn.Module, source_NS: Tensor) -> list[str]:
         """Translate greedily, and return sentences as text."""
-        tokens = cast(Translator, module).translate(source_NS)  # the models for this data have it
+        tokens = cast(TransformerModule, module).translate(source_NS)  # no other model is for this data
         return self._tokenizer.decode_batch([row[row != PAD].tolist() for row in tokens.cpu()])
 
     def _bleu_sums(self, module: nn.Module, rank: int, size: int, batch_size: int) -> Tensor:
         device, ours, theirs = next(module.parameters()).device, [], []
         for part in self._test_parts(rank, size, batch_size):
             ours += self.translate(module, _batch(self._test, part).inputs[0].to(device))
+            # In the order of our translations, which are sorted by length.
             theirs += [self._references[i] for i in part.tolist()]
         return bleu_sums(ours, theirs)
 
@@ -168,6 +155,7 @@ def batches_by_tokens(source_lengths: Tensor, target_lengths: Tensor, max_tokens
         [[3, 0, 2], [4]]
     """
     longest = torch.maximum(source_lengths, target_lengths)
+    # By the longer side, then by the source, so that neighbours need little padding.
     order = (longest * (max_length + 1) + source_lengths.clamp(max=max_length)).argsort(stable=True)
     used = (longest <= max_length) & (torch.minimum(source_lengths, target_lengths) > 1)
     order = order[used[order]]
@@ -197,6 +185,7 @@ def bleu(sums_10: Tensor) -> float:
     from sacrebleu.metrics import BLEU
 
     *ngrams, ours, theirs = [int(value) for value in sums_10.tolist()]
+    # Smoothing "exp" is the default of sacreBLEU.
     return BLEU.compute_bleu(ngrams[:4], ngrams[4:], ours, theirs, smooth_method="exp").score
 
 

@@ -8,8 +8,7 @@ Source: Sennrich et al. 2016, Neural Machine Translation of Rare Words with Subw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,6 +21,7 @@ from .cache import cached, cached_tensors, fingerprint
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 """First entries of every subword vocabulary; their places are the ids PAD, BOS, EOS and UNK of the Transformer."""
+# The encodings of a whole text at once would need many times its memory.
 CHUNK_LINES = 20_000
 
 
@@ -55,6 +55,7 @@ def read_lines(path: Path) -> list[str]:
     require(path.is_file(), f"{path.absolute()} is not there; put the text there, or say where it is")
     raw = path.read_bytes()
     try:
+        # Some editors put a byte order mark at the start of a file.
         lines = raw.decode("utf-8-sig").replace("\r\n", "\n").removesuffix("\n").split("\n")
     except UnicodeDecodeError as error:
         line = raw.count(b"\n", 0, error.start) + 1
@@ -72,6 +73,7 @@ def encode_words(train: Path, test: Path, _: int) -> tuple[Tensor, Tensor, int]:
     """
     ids = {"<unk>": 0, "<eos>": 1}
     first = [ids.setdefault(word, len(ids)) for word in _words(train)]
+    # The vocabulary is complete by now: words of the test file add nothing to it.
     second = [ids.get(word, 0) for word in _words(test)]
     return torch.tensor(first, dtype=torch.int32), torch.tensor(second, dtype=torch.int32), len(ids)
 
@@ -122,8 +124,10 @@ def encode_lines(vocabulary: Path, text: Path) -> Ragged:
     def make() -> tuple[Tensor, Tensor]:
         tokenizer = load_subwords(vocabulary)
         end, pieces, lengths = tokenizer.token_to_id("<eos>"), [], [0]
-        for lines in _chunks(read_lines(text), CHUNK_LINES):
-            ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(lines, add_special_tokens=False)]
+        lines = read_lines(text)
+        for first in range(0, len(lines), CHUNK_LINES):
+            chunk = lines[first : first + CHUNK_LINES]
+            ids = [[*encoding.ids, end] for encoding in tokenizer.encode_batch(chunk, add_special_tokens=False)]
             pieces.append(np.fromiter((i for line in ids for i in line), dtype=np.int32))
             lengths += map(len, ids)
         return torch.from_numpy(np.concatenate(pieces)), torch.tensor(lengths).cumsum(0)
@@ -135,9 +139,3 @@ def _words(path: Path) -> Iterator[str]:
     for line in read_lines(path):
         yield from line.split()
         yield "<eos>"
-
-
-def _chunks(items: Iterable[str], size: int) -> Iterator[list[str]]:
-    iterator = iter(items)
-    while chunk := list(islice(iterator, size)):
-        yield chunk

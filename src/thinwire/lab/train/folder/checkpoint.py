@@ -38,7 +38,7 @@ import zipfile
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
@@ -89,6 +89,7 @@ def save(
         for path in (folder, unfinished):  # does not create the run's own folder again if somebody removed it
             path.mkdir(exist_ok=True)
         _write(_part(unfinished, number), training.own_state() | {"meter": meter.state_dict()})
+        # All parts are there from now on; by them workers find who is first in a folder.
         comm.barrier()
     # Where a file system shows late what others have written, two workers write the same.
     is_first = number == next(n for n in numbers if elastic is None or n == number or _part(place, n).exists())
@@ -102,6 +103,7 @@ def save(
             write_json(unfinished / "checkpoint.json", description | {"origin": origin, "position": position} | rounds)
     comm.barrier()
     if is_first:
+        # The entries of the folder must be on disk before its new name is.
         _to_disk(unfinished)
         _rename(unfinished, finished)
         _to_disk(folder)
@@ -123,33 +125,14 @@ def _rename(unfinished: Path, finished: Path) -> None:
 
 def _write(path: Path, state: dict[str, Any]) -> None:
     with naming(path), path.open("wb") as file:
-        watched = _Watched(file)
         try:
-            torch.save(state, cast(BinaryIO, watched))  # it needs `write` and `flush` alone
+            torch.save(state, file)
             file.flush()
-        except RuntimeError:  # PyTorch's writer hides the error of a full disk behind one of its own
-            if watched.error is None:
-                raise
-            raise watched.error from None
-    _to_disk(path)
-
-
-class _Watched:
-    """A file that remembers why it could not be written."""
-
-    def __init__(self, file: BinaryIO):
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: bytes) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
+        except RuntimeError as error:
+            if isinstance(error.__context__, OSError):  # PyTorch's writer hides that of a full disk behind its own
+                raise error.__context__ from None
             raise
-
-    def flush(self) -> None:
-        self._file.flush()
+    _to_disk(path)
 
 
 def _to_disk(path: Path) -> None:
@@ -176,8 +159,10 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str) -> None:
     best = _best(found, metric)
     if best is not None:
         link = folder / ".best"
+        # A run that was killed here may have left it.
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)
+        # In one step: a reader always finds a link.
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
     for path in folder.glob(".step-*"):
@@ -228,9 +213,9 @@ def _tested(path: Path, metric: str) -> float | None:
     return result
 
 
-def latest(folder: Path) -> Path | None:
-    """The checkpoint with the most steps, or None."""
-    return next(reversed(_finished(folder)), None)
+def latest(folder: Path, without: Collection[str] = ()) -> Path | None:
+    """The checkpoint with the most steps that is not among those without, by name; None if there is none."""
+    return next((path for path in reversed(_finished(folder)) if path.name not in without), None)
 
 
 def name_of(step: int) -> str:
@@ -288,24 +273,24 @@ class Loaded(NamedTuple):
     """Where a resumed run continues.
 
     Args:
+        workers: how many workers saved it; as many as now without a checkpoint.
+        damaged: in elastic runs, newer checkpoints that are damaged, by name, and why.
         step: number of steps so far.
         row: the last row of metrics.
-        workers: how many workers saved it; as many as now without a checkpoint.
-        origin: where these began.
+        origin: where these workers began.
         rounds: committed by then, which order the states of elastic workers.
         digests: of the last of these, as `ElasticCommunicator.state_dict` has them; None in other runs.
         position: of an elastic run in its data; None in other runs.
-        damaged: in elastic runs, newer checkpoints that are damaged, by name, and why.
     """
 
-    step: int
-    row: dict[str, Any]
     workers: int
-    origin: Position
-    rounds: int
-    digests: list[str] | None
-    position: dict[str, Any] | None
-    damaged: dict[str, str]
+    damaged: dict[str, str] = {}
+    step: int = 0
+    row: dict[str, Any] = {}
+    origin: Position = START
+    rounds: int = 0
+    digests: list[str] | None = None
+    position: dict[str, Any] | None = None
 
 
 def load_latest(
@@ -326,7 +311,7 @@ def load_latest(
         ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or strategy.
     """
     mistakes: dict[str, str] = {}
-    while (name := comm.gather_objects(_newest(folder, mistakes))[0]) is not None:
+    while name := comm.gather_objects((latest(folder, mistakes) or Path()).name)[0]:
         path = folder / name
         try:
             found = run_on_all(comm, partial(_read_all, path, comm, started))
@@ -341,12 +326,7 @@ def load_latest(
         return Loaded(*(values[name] for name in Loaded._fields))
     if mistakes and not comm.is_elastic:
         raise none_is_whole(folder, mistakes)
-    return nothing(comm, mistakes)
-
-
-def nothing(comm: Communicator, damaged: dict[str, str]) -> Loaded:
-    """The start of a run without a checkpoint; `damaged` are the names and mistakes of those that cannot be read."""
-    return Loaded(0, {}, comm.size, START, 0, None, None, damaged)
+    return Loaded(comm.size, mistakes)
 
 
 def none_is_whole(folder: Path, mistakes: dict[str, str]) -> SharedError:
@@ -355,11 +335,6 @@ def none_is_whole(folder: Path, mistakes: dict[str, str]) -> SharedError:
     return SharedError(
         f"{first}; no other checkpoint is whole. Restore it, or remove the folder {folder} to begin again"
     )
-
-
-def _newest(folder: Path, without: Collection[str]) -> str | None:
-    """The name of the checkpoint with the most steps that is not among those without; None if there is none."""
-    return next((path.name for path in reversed(_finished(folder)) if path.name not in without), None)
 
 
 class _Found(NamedTuple):

@@ -17,6 +17,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...files import is_at
+
 LOCK = ".lock"
 NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)  # of a file system that has none
 
@@ -34,7 +36,8 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        if _is_at(descriptor, path):
+        # Somebody may have removed the folder, and another run may have made it anew.
+        if is_at(descriptor, path):
             path.unlink(missing_ok=True)
         os.close(descriptor)
 
@@ -51,7 +54,7 @@ def _open_locked(path: Path) -> int:
                 if error.errno in (errno.EACCES, errno.EAGAIN):
                     raise ValueError(_in_use(path.parent, owner)) from None
                 raise
-        if _is_at(descriptor, path):  # else its owner removed the file between our opening and locking it
+        if is_at(descriptor, path):  # else its owner removed the file between our opening and locking it
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
             return descriptor
@@ -63,11 +66,3 @@ def _in_use(folder: Path, owner: str) -> str:
         f"{str(folder)!r} belongs to a run that is under way: {owner or 'another process'} is training there; "
         "wait for it, stop it, or choose another --name"
     )
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    """Whether the open file is still the one of that name."""
-    try:
-        return os.path.samestat(os.fstat(descriptor), os.stat(path))
-    except OSError:
-        return False

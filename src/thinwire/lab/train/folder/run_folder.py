@@ -37,20 +37,26 @@ def folder_of(config: RunConfig) -> Path:
 def held_folder(config: RunConfig) -> Iterator[Path]:
     """Context in which this process owns the run's folder, which `make_folder` makes or finds.
 
+    After a user error in it, the folder of a run that never began is removed, so that its name is free again.
+
     Raises:
         ValueError: another process owns it, or as `make_folder` says.
     """
     with ExitStack() as lock:
-        folder, again = folder_of(config), config.resume or config.overwrite
+        folder = folder_of(config)
+        exists = (config.resume or config.overwrite) and folder.is_dir()
         with _writing(config):
-            if again and folder.is_dir():  # before anything in it is touched
+            if exists:  # before anything in it is touched
                 lock.enter_context(locked(folder))
-                again = False
-        made = make_folder(config)
-        with _writing(config):
-            if made != folder or again or not (config.resume or config.overwrite):
+            made = make_folder(config)
+            if not exists:
                 lock.enter_context(locked(made))
-        yield made
+        try:
+            yield made
+        except ValueError:
+            if {path.name for path in made.iterdir()} <= {*KEPT}:
+                shutil.rmtree(made)
+            raise
 
 
 def make_folder(config: RunConfig) -> Path:
@@ -93,12 +99,6 @@ def begin(config: RunConfig, folder: Path) -> None:
             for path in [path for path in folder.iterdir() if path.name not in KEPT]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_json(folder / "config.json", config.as_dict())
-
-
-def abandon(folder: Path) -> None:
-    """Remove the folder of a run that never began, so that its name is free again."""
-    if {path.name for path in folder.iterdir()} <= {*KEPT}:
-        shutil.rmtree(folder)
 
 
 @contextmanager

@@ -55,6 +55,7 @@ class IncrementalDecoder:
 def _keys_and_values(attention: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor]:
     """Each (N, heads, T, D / heads)."""
     width = attention.embed_dim
+    # One matrix has the weights of queries, keys and values, in this order.
     both = F.linear(x, attention.in_proj_weight[width:], attention.in_proj_bias[width:])
     keys, values = both.chunk(2, dim=-1)
     return _by_head(attention, keys), _by_head(attention, values)

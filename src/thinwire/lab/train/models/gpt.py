@@ -67,6 +67,7 @@ class GPTModule(nn.Module):
             config.width, config.heads, 4 * config.width, config.dropout, "gelu", batch_first=True, norm_first=True
         )
         norm = nn.LayerNorm(config.width)
+        # PyTorch warns that nested tensors do not go with `norm_first`.
         self.layers = nn.TransformerEncoder(layer, config.layers, norm, enable_nested_tensor=False)
         self.output = nn.Linear(config.width, num_tokens, bias=False)
         self.output.weight = self.tokens.weight
@@ -78,6 +79,7 @@ class GPTModule(nn.Module):
             raise ValueError(f"{length} tokens do not fit in a context of {self.positions.num_embeddings}; cut them")
         x = self.tokens(tokens_NT) + self.positions(torch.arange(length, device=tokens_NT.device))
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=x.device, dtype=x.dtype)
+        # `is_causal` only promises what the mask is; PyTorch needs both.
         return self.output(self.layers(self.dropout(x), mask=mask, is_causal=True))
 
 

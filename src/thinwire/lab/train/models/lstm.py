@@ -53,6 +53,7 @@ class LSTMModule(nn.Module):
         between = dropout if layers > 1 else 0.0  # PyTorch warns about dropout between layers if there is only one
         self.lstm = nn.LSTM(width, width, layers, dropout=between, batch_first=True)
         self.output = nn.Linear(width, num_words)
+        # The layers share it, so it is sent and updated once.
         self.output.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.zeros_(self.output.bias)

@@ -54,7 +54,7 @@ class CIFARResNet(Model):
         channels, stages = 16, []
         for width, stride in ((16, 1), (32, 2), (64, 2)):
             for i in range((self.depth - 2) // 6):
-                stages.append(BasicBlock(channels, width, stride if i == 0 else 1, shortcut))
+                stages.append(basic_block(channels, width, stride if i == 0 else 1, shortcut))
                 channels = width
         module = nn.Sequential(stem, *stages, *_head(channels, num_classes))
         return _initialise(module)
@@ -81,14 +81,14 @@ class ResNet(Model):
 
     def build(self, num_classes: int = 1000) -> nn.Module:
         """Maps images (N, 3, H, W) to scores (N, num_classes)."""
-        block = Bottleneck if self.depth == 50 else BasicBlock
+        block, expansion = (bottleneck, 4) if self.depth == 50 else (basic_block, 1)
         stem = nn.Sequential(*_convolution(3, 64, 7, 2), nn.ReLU(inplace=True), nn.MaxPool2d(3, stride=2, padding=1))
         channels, stages = 64, []
         for stage, num_blocks in enumerate(IMAGENET_BLOCKS[self.depth]):
             width = 64 * 2**stage
             for i in range(num_blocks):
                 stages.append(block(channels, width, 2 if stage > 0 and i == 0 else 1, _projection))
-                channels = width * block.expansion
+                channels = width * expansion
         *pooling, linear = _head(channels, num_classes)
         module = _initialise(nn.Sequential(stem, *stages, *pooling, linear))
         if self.zero_init_residual:
@@ -98,40 +98,35 @@ class ResNet(Model):
         return module
 
 
-class BasicBlock(nn.Module):
-    """`relu(shortcut(x) + norm(conv3x3(relu(norm(conv3x3(x))))))`."""
+class Block(nn.Module):
+    """`relu(shortcut(x) + residual(x))`."""
 
-    expansion = 1
-
-    def __init__(self, channels: int, width: int, stride: int, shortcut):
+    def __init__(self, residual: nn.Sequential, shortcut: nn.Module):
         super().__init__()
-        self.residual = nn.Sequential(
-            *_convolution(channels, width, 3, stride), nn.ReLU(inplace=True), *_convolution(width, width, 3)
-        )
-        self.shortcut = _shortcut(channels, width, stride, shortcut)
+        self.residual, self.shortcut = residual, shortcut
 
     def forward(self, x: Tensor) -> Tensor:
         return F.relu(self.shortcut(x) + self.residual(x), inplace=True)
 
 
-class Bottleneck(nn.Module):
-    """A 3x3 convolution between two 1x1 convolutions; the second one has four times as many channels."""
+def basic_block(channels: int, width: int, stride: int, shortcut) -> Block:
+    """The residual is `norm(conv3x3(relu(norm(conv3x3(x)))))`."""
+    residual = nn.Sequential(
+        *_convolution(channels, width, 3, stride), nn.ReLU(inplace=True), *_convolution(width, width, 3)
+    )
+    return Block(residual, _shortcut(channels, width, stride, shortcut))
 
-    expansion = 4
 
-    def __init__(self, channels: int, width: int, stride: int, shortcut):
-        super().__init__()
-        self.residual = nn.Sequential(
-            *_convolution(channels, width, 1),
-            nn.ReLU(inplace=True),
-            *_convolution(width, width, 3, stride),
-            nn.ReLU(inplace=True),
-            *_convolution(width, 4 * width, 1),
-        )
-        self.shortcut = _shortcut(channels, 4 * width, stride, shortcut)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.relu(self.shortcut(x) + self.residual(x), inplace=True)
+def bottleneck(channels: int, width: int, stride: int, shortcut) -> Block:
+    """The residual is a 3x3 convolution between two 1x1 convolutions; the second one has four times as many channels."""
+    residual = nn.Sequential(
+        *_convolution(channels, width, 1),
+        nn.ReLU(inplace=True),
+        *_convolution(width, width, 3, stride),
+        nn.ReLU(inplace=True),
+        *_convolution(width, 4 * width, 1),
+    )
+    return Block(residual, _shortcut(channels, 4 * width, stride, shortcut))
 
 
 class PaddedShortcut(nn.Module):
@@ -149,7 +144,7 @@ class PaddedShortcut(nn.Module):
 def zero_last_norms(module: nn.Module) -> None:
     """Set the scale of the last norm of every block to 0."""
     for block in module.modules():
-        if isinstance(block, BasicBlock | Bottleneck):
+        if isinstance(block, Block):
             weight = block.residual[-1].weight
             assert isinstance(weight, Tensor), "the last layer of a block is a norm"
             nn.init.zeros_(weight)
@@ -164,6 +159,7 @@ def _projection(channels: int, width: int, stride: int) -> nn.Module:
 
 
 def _convolution(channels: int, width: int, size: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+    # The norm has a bias of its own.
     return nn.Conv2d(channels, width, size, stride, size // 2, bias=False), nn.BatchNorm2d(width)
 
 

@@ -79,6 +79,7 @@ class TransformerModule(nn.Module):
         )
         self.transformer.encoder.use_nested_tensor = False  # a prototype, about which PyTorch warns
         self.output = nn.Linear(config.width, num_tokens)
+        # One matrix for all, as in section 3.4 of the paper.
         self.output.weight = self.embedding.weight
         nn.init.normal_(self.embedding.weight, std=config.width**-0.5)
         nn.init.zeros_(self.output.bias)

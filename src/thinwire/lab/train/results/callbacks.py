@@ -85,6 +85,7 @@ def worker_differences(model: nn.Module, row: Mapping[str, Any], comm: Communica
         first, second = (comm.broadcast(own.clone(), root=rank).wait() for rank in (0, 1))
         squares = torch.linalg.svdvals(second - first).square()
         norms.append(squares.sum().sqrt().item())
+        # Equal matrices have no difference to divide by.
         shares.append((squares[0] / squares.sum().clamp(min=1e-30)).item())
     return {"difference_rank1_share": sum(shares) / len(shares), "difference_norm": sum(norms) / len(norms)}
 
@@ -98,6 +99,7 @@ def gradient_spectra(model: nn.Module, row: Mapping[str, Any], comm: Communicato
     2019, arXiv 1905.13727). Where gradients are averaged, they are those of the mean.
     """
     gradients = [p.grad.detach().float().reshape(len(p), -1) for p in model.parameters() if p.grad is not None]
+    # Vectors are of rank 1 in any case.
     squares = [torch.linalg.svdvals(g).square() for g in gradients if min(g.shape) > 1]
     spectra = [s / s.sum() for s in squares if s.sum() > 0]
     if not spectra:

@@ -6,8 +6,9 @@ The measurement sends nothing and uses no random state, so it does not change th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -82,19 +83,15 @@ def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     """
     gradients: dict[str, Tensor] = {}
 
-    def keeping(name: str) -> Callable[[Tensor], None]:
-        def keep(gradient: Tensor) -> None:
-            before = gradients.get(name)
-            gradients[name] = gradient.detach().clone() if before is None else before + gradient.detach()
+    def keep(name: str, gradient: Tensor) -> None:
+        before = gradients.get(name)
+        gradients[name] = gradient.detach().clone() if before is None else before + gradient.detach()
 
-        return keep
-
-    hooks = [p.register_hook(keeping(name)) for name, p in model.named_parameters() if p.requires_grad]
-    try:
+    with ExitStack() as hooks:
+        for name, p in model.named_parameters():
+            if p.requires_grad:
+                hooks.enter_context(p.register_hook(partial(keep, name)))
         yield gradients
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def _encoded(mean: Mean, tensors: list[Tensor]) -> list[Tensor]:

@@ -25,15 +25,11 @@ class Meter:
     Args:
         data: turns sums into metrics.
         strategy: has the ledger and the clock.
-        comm: sums the metrics over the workers.
         virtual: the clock of the modelled network.
     """
 
-    def __init__(
-        self, data: Dataset, strategy: AveragerAttachment, comm: Communicator, virtual: VirtualTime | None = None
-    ):
-        self._data, self._strategy, self._comm = data, strategy, comm
-        self._virtual = virtual or VirtualTime()
+    def __init__(self, data: Dataset, strategy: AveragerAttachment, virtual: VirtualTime):
+        self._data, self._strategy, self._virtual = data, strategy, virtual
         self.virtual_seconds = 0.0
         """Of the run before a resume."""
         self._began = time.perf_counter()
@@ -56,13 +52,8 @@ class Meter:
         self._sums += self._data.sums(scores, labels)
         self._num_examples += len(labels)
 
-    def row(self, comm: Communicator | None = None) -> dict[str, float]:
-        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together.
-
-        Args:
-            comm: connects these workers; None for those of the constructor.
-        """
-        comm = comm or self._comm
+    def row(self, comm: Communicator) -> dict[str, float]:
+        """The row: means over all workers since the last row, and of the ledgers' totals. All workers call it together."""
         row = self.begin_row(comm)()
         if self._strategy.models_differ:
             # Models differ only under gossip and local updates.
@@ -77,6 +68,7 @@ class Meter:
         """
         now, ledger = time.perf_counter(), self._strategy.ledger
         counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        # One message for all numbers of a row.
         summed = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)]))
         own = {"dense_fp32_bytes": ledger.dense_fp32_bytes, "seconds": now - self._began}
         own |= self._all_virtual_seconds() | self._seconds_by_phase()

@@ -15,12 +15,11 @@ import csv
 import json
 import logging
 import os
-from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
-from ...files import naming, plain
+from ...files import is_at, naming, plain
 
 log = logging.getLogger("thinwire")
 
@@ -83,27 +82,32 @@ class MetricsWriter:
     """
 
     def __init__(self, folder: Path, done: int = 0):
+        # Slow to import, and only the worker that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / "metrics.jsonl"
-        kept = read_rows(folder / "metrics.jsonl", done)
-        # Write temporary files first, and rename them once the kept rows are in.
-        self._jsonl = (folder / "metrics.jsonl.tmp").open("w+", buffering=1)
-        self._csv_file = (folder / "metrics.csv.tmp").open("w+", buffering=1, newline="")
-        self._csv = csv.DictWriter(self._csv_file, COLUMNS, extrasaction="ignore")
-        self._csv.writeheader()
-        for row in kept:
-            self._write(row)
-        for file in (self._jsonl, self._csv_file):
-            os.replace(file.name, file.name.removesuffix(".tmp"))
+        self._paths = (self._path, folder / "metrics.csv")
+        self._begin(read_rows(self._path, done))
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
         if self._info_path.exists():
             self._info_path.write_text("".join(json.dumps(row) + "\n" for row in info))
+        # TensorBoard hides what was logged after the checkpoint, because those steps come again.
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
+
+    def _begin(self, rows: list[dict[str, Any]]) -> None:
+        """Open both files of metrics with these rows. They replace older ones once the rows are in."""
+        # Line by line, so that `thinwire watch` sees each row at once and a killed run keeps it.
+        self._files = [open(f"{path}.tmp", "w+", buffering=1, newline="") for path in self._paths]
+        self._csv = csv.DictWriter(self._files[1], COLUMNS, extrasaction="ignore")
+        self._csv.writeheader()
+        for row in rows:
+            self._write(row)
+        for path in self._paths:
+            os.replace(f"{path}.tmp", path)
 
     def _write(self, row: dict[str, Any]) -> None:
         with naming(self._path):
-            self._jsonl.write(json.dumps(row) + "\n")
+            self._files[0].write(json.dumps(row) + "\n")
             self._csv.writerow(row)
 
     def row(self, values: dict[str, Any]) -> None:
@@ -111,10 +115,14 @@ class MetricsWriter:
 
         A file that was deleted meanwhile is written anew, with all of its rows.
         """
-        with naming(self._path):
-            self._jsonl = _present(self._jsonl, self._path)
-            self._csv_file = _present(self._csv_file, self._path.with_suffix(".csv"))
-            self._csv.writer = csv.writer(self._csv_file)
+        files = zip(self._paths, self._files, strict=True)
+        gone = [path for path, file in files if not is_at(file.fileno(), path)]
+        for path in gone:
+            log.warning(f"{path} was deleted or replaced, and is written anew")
+        if gone:
+            with self._files[0] as before, self._files[1]:
+                before.seek(0)
+                self._begin([json.loads(line) for line in before])
         self._write(plain(values))
         self._write_events(values)
 
@@ -133,21 +141,9 @@ class MetricsWriter:
     def close(self) -> None:
         """Flush and close all files."""
         with naming(self._path):
-            for file in (self._jsonl, self._csv_file, self._events):
+            for file in self._files:
                 file.close()
-
-
-def _present(file: TextIOWrapper, path: Path) -> TextIOWrapper:
-    """The open file, or a new copy at its path if it was deleted or replaced."""
-    if path.exists() and os.path.samestat(path.stat(), os.fstat(file.fileno())):
-        return file
-    copy = path.open("w+", buffering=1, newline="")  # an error if the folder is gone too
-    log.warning(f"{path} was deleted or replaced, and is written anew")
-    with file:
-        file.seek(0)
-        rows = file.read()
-    copy.write(rows)
-    return copy
+            self._events.close()
 
 
 def read_rows(path: Path, done: int) -> list[dict[str, Any]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Any
 
 from rich import progress
 from rich.console import Console, RenderableType
@@ -32,10 +31,13 @@ class Terminal:
         num_steps: number of steps of the whole run.
         metric: the metric to show beside the loss.
         done: number of steps before a resume.
+        skip_limit: how many skipped steps in a row end the run, for a warning at the first one; None warns of none.
     """
 
-    def __init__(self, title: str, num_steps: int, metric: str = "accuracy", done: int = 0):
-        self._metric = metric
+    def __init__(
+        self, title: str, num_steps: int, metric: str = "accuracy", done: int = 0, skip_limit: int | None = None
+    ):
+        self._metric, self._skip_limit = metric, skip_limit
         self._title, self._num_steps, self._tenths_shown = title, num_steps, 10 * done // num_steps
         self._console = Console(highlight=False)
         self._bar = TwoLines(
@@ -53,7 +55,14 @@ class Terminal:
         self._bar.start()
 
     def row(self, values: dict[str, float]) -> None:
-        """Show a row of metrics."""
+        """Show a row of metrics, and warn once of skipped steps."""
+        if self._skip_limit is not None and (skips := values["skipped_steps"]):
+            were = "was" if skips == 1 else "were"
+            log.warning(
+                f"by step {values['step']}, {_updates(skips)} {were} skipped because a gradient was infinite or NaN; "
+                f"metrics.jsonl counts them in skipped_steps, and {self._skip_limit} in a row end the run"
+            )
+            self._skip_limit = None
         self.show(int(values["step"]), _in_words(values, self._metric))
 
     def info(self, values: dict[str, float]) -> None:
@@ -65,40 +74,12 @@ class Terminal:
         tenths = 10 * step // self._num_steps
         if not self._console.is_terminal and tenths > self._tenths_shown:
             self._tenths_shown = tenths
+            # One line of a log, however narrow the terminal.
             self._console.print(f"{self._title}: step {step}/{self._num_steps}, {metrics}", soft_wrap=True)
 
     def close(self) -> None:
         """Stop the bar and restore the terminal."""
         self._bar.stop()
-
-
-class SkipWarning:
-    """Says once on stderr that steps were skipped, at the first row that counts one.
-
-    Args:
-        precision: of the run. With fp16 nothing is said: the loss scaler lets gradients overflow to find its scale.
-        limit: how many such steps in a row end the run.
-    """
-
-    def __init__(self, precision: str, limit: int):
-        self._is_due, self._limit = precision != "fp16", limit
-
-    def row(self, values: dict[str, Any]) -> None:
-        """Look at a row of metrics."""
-        if self._is_due and values["skipped_steps"]:
-            self._is_due = False
-            skips = values["skipped_steps"]
-            were = "was" if skips == 1 else "were"
-            log.warning(
-                f"by step {values['step']}, {_updates(skips)} {were} skipped because a gradient was infinite or NaN; "
-                f"metrics.jsonl counts them in skipped_steps, and {self._limit} in a row end the run"
-            )
-
-    def info(self, values: dict[str, Any]) -> None:
-        """Look at rows only."""
-
-    def close(self) -> None:
-        """Nothing to close."""
 
 
 def _in_words(values: dict[str, float], metric: str) -> str:

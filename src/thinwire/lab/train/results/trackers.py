@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from ...fields import flat
 from ...files import plain
@@ -24,9 +23,16 @@ def check_installed(config: RunConfig) -> None:
     Raises:
         ValueError: one is not installed.
     """
-    for field in PACKAGES:
-        if getattr(config, field) is not None:
-            _module(field, getattr(config, field))
+    for field, package in PACKAGES.items():
+        project = getattr(config, field)
+        if project is not None:
+            try:
+                import_module(field)
+            except ImportError as error:
+                raise ValueError(
+                    f"{field} {project!r} needs a package that cannot be imported ({error}); pip install {package}, "
+                    f"or leave --{field} out"
+                ) from None
 
 
 def trackers(config: RunConfig, folder: Path) -> list[WandB | MLflow]:
@@ -35,16 +41,6 @@ def trackers(config: RunConfig, folder: Path) -> list[WandB | MLflow]:
         *([WandB(config, folder)] if config.wandb is not None else []),
         *([MLflow(config, folder)] if config.mlflow is not None else []),
     ]
-
-
-def _module(field: str, project: str) -> Any:
-    try:
-        return import_module(field)
-    except ImportError as error:
-        raise ValueError(
-            f"{field} {project!r} needs a package that cannot be imported ({error}); pip install {PACKAGES[field]}, "
-            f"or leave --{field} out"
-        ) from None
 
 
 class WandB:
@@ -57,9 +53,9 @@ class WandB:
 
     def __init__(self, config: RunConfig, folder: Path):
         remembered = folder / "wandb-id.txt"
+        # "allow" begins another run if the server does not know the old one any more.
         before = {"id": remembered.read_text(), "resume": "allow"} if remembered.exists() else {}
-        assert config.wandb is not None, "only a run with a project has one of these"
-        self._run = _module("wandb", config.wandb).init(
+        self._run = import_module("wandb").init(
             project=config.wandb, name=folder.name, dir=str(folder), config=config.as_dict(), **before
         )
         remembered.write_text(self._run.id)
@@ -85,7 +81,7 @@ class MLflow:
 
     def __init__(self, config: RunConfig, folder: Path):
         assert config.mlflow is not None, "only a run with an experiment has one of these"
-        self._package = _module("mlflow", config.mlflow)
+        self._package = import_module("mlflow")
         self._client = self._package.MlflowClient()
         remembered = folder / "mlflow-id.txt"
         if remembered.exists():

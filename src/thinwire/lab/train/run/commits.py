@@ -56,6 +56,7 @@ class Commits:
             return None
         blocks = self._merged.popleft()
         is_last = blocks >= ahead.epochs * ahead.num_blocks
+        # The last round may commit less than a whole step.
         done = ahead.num_steps if is_last else self._done + (blocks - self._before) // self._size
         return Merged(done, blocks % ahead.num_blocks == 0)
 

@@ -59,6 +59,7 @@ class Interruption:
         self._vote: Handle | None = None
 
     def __enter__(self) -> Interruption:
+        # A launcher of ours has blocked them until now, so that none is lost.
         self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
@@ -96,6 +97,7 @@ class Interruption:
 def requeue() -> str:
     """Requeue this SLURM job; returns a short message about the result."""
     array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+    # A task of a job array is requeued alone.
     job = f"{array}_{task}" if array and task else os.environ.get("SLURM_JOB_ID")
     if not job:
         return "not requeued: this is no SLURM job"

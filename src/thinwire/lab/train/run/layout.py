@@ -19,6 +19,7 @@ def layout_of_run(config: RunConfig, folder: Path, comm: Communicator) -> Layout
     """The layout that a resumed run has kept for as many workers, else a new one. All workers call it and get the same."""
     file, effort = folder / LAYOUT_FILE, Effort()
     kept = load_json_object(file) if comm.rank == 0 and config.resume and file.exists() else None
+    # Rank 0 decides for all, also where others do not see its folder.
     kept = comm.gather_objects(kept)[0]
     if kept is not None and len(kept["order"]) == comm.size:
         return Layout(tuple(kept["order"]), kept["workers_per_node"], tuple(kept["shares"]))

@@ -52,18 +52,18 @@ from ..results.evaluation import evaluate
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
 from ..results.summary import summary
-from ..results.terminal import SkipWarning, Terminal
+from ..results.terminal import Terminal
 from ..results.trackers import trackers
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.blocks import BlockCourse, BlockSteps
 from ..step.image_sizes import check_image_sizes
-from ..step.steps import Course, Step, course, steps
+from ..step.steps import START, Course, Step, course, steps
 from ..step.training import Training, prepare
 from .commits import Commits
 from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
-from .workers import ElasticWorkers, FixedWorkers, Workers
+from .workers import Workers
 
 log = logging.getLogger("thinwire")
 
@@ -96,18 +96,17 @@ def run(
     torch.set_num_threads(config.threads)
     set_threads(config.threads)
     keep_freed_memory()
-    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `SkipWarning` speaks for all workers
-    # Before its first round an elastic communicator connects one worker, itself.
-    elastic = comm if isinstance(comm, ElasticCommunicator) else None
-    workers: Workers = FixedWorkers(comm) if elastic is None else ElasticWorkers(config, elastic, is_restart)
+    filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
+    workers = Workers(config, comm, is_restart)
     data = run_on_all(comm, config.data.load)
-    whole = run_on_all(comm, lambda: course(config, data, comm.size if elastic is None else config.workers))
+    # Before its first round an elastic communicator connects one worker, itself.
+    whole = run_on_all(comm, lambda: course(config, data, config.workers if comm.is_elastic else comm.size))
     device = run_on_all(comm, lambda: choose_device(config))
     layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
         comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
-        training = prepare(config, data, device, elastic, comm, layout)
+        training = prepare(config, data, device, workers.elastic, comm, layout)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
@@ -118,7 +117,7 @@ def run(
     try:
         stop = worker.train(interruption)
     except CommunicationError:
-        if elastic is None or not (folder / "summary.json").exists():
+        if not (comm.is_elastic and (folder / "summary.json").exists()):
             raise
         return  # the others have finished the run without this worker
     finally:
@@ -144,7 +143,7 @@ class _Worker:
         self.training, self.strategy, self.checkpoints = training, training.strategy, folder / "checkpoints"
         self.at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
         self.at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
-        self.meter = Meter(data, training.strategy, workers.comm, training.virtual)
+        self.meter = Meter(data, training.strategy, training.virtual)
         self.watchers: list[Any] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
@@ -153,24 +152,25 @@ class _Worker:
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
         if workers.begins_anew:
-            loaded = checkpoint.nothing(workers.comm, {})
+            loaded = checkpoint.Loaded(workers.comm.size)
         else:
             loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
-        self.state = RunState(loaded.step, loaded.origin, loaded.workers, loaded.row)
+        self.state = RunState(loaded.step, dict(loaded.row))
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
         training.virtual.begin(self.strategy.comm, workers.comm, self.meter.virtual_seconds)
+        place = course(config, data, loaded.workers, loaded.origin).place(loaded.step) if loaded.step else START
+        self.origin = loaded.origin if loaded.workers == workers.comm.size else place
         self.blocks: BlockSteps | None = None
-        if isinstance(workers, ElasticWorkers) or self.strategy.strategy.counts_commits:
+        if workers.elastic is not None or self.strategy.strategy.counts_commits:
             self.blocks = blocks = BlockSteps(config, data, self.strategy)
             if loaded.step:
-                before = course(config, data, loaded.workers, loaded.origin)
-                run_on_all(workers.comm, lambda: blocks.load(loaded.position, before.place(loaded.step)))
-        if isinstance(workers, ElasticWorkers):
-            self._share_with_joiners(workers.comm)
-            workers.comm.load_state_dict(
+                run_on_all(workers.comm, lambda: blocks.load(loaded.position, place))
+        if workers.elastic is not None:
+            self._share_with_joiners(workers.elastic)
+            workers.elastic.load_state_dict(
                 {"rounds": loaded.rounds} | ({"digests": loaded.digests} if loaded.digests else {})
             )
 
@@ -202,9 +202,9 @@ class _Worker:
                     stop = self._after_step(self.upcoming_step, interruption)
                 else:
                     stop = self._after_rounds(interruption) or 0
-                self.upcoming_step, is_complete = None, state.done >= self.ahead.num_steps
-            elif self.blocks is not None:  # its blocks are assigned again
-                self.upcoming_step = None
+                is_complete = state.done >= self.ahead.num_steps
+            # Of a round that was given up, the blocks are assigned again.
+            self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
         if self.workers.writes or self.is_first_here:
@@ -219,8 +219,8 @@ class _Worker:
 
     def _report_damage(self) -> None:
         """Once the workers of an elastic run know who has the newest state: say what was wrong with own checkpoints."""
-        damaged, self.damaged, comm = self.damaged, {}, self.workers.comm
-        if not damaged or not isinstance(comm, ElasticCommunicator):
+        damaged, self.damaged, comm = self.damaged, {}, self.workers.elastic
+        if not damaged or comm is None:
             return
         assert comm.members is not None
         if not comm.members.version.committed:  # nobody has a whole one
@@ -353,29 +353,26 @@ class _Worker:
 
     def _split(self) -> None:
         """Split the unseen examples of the epoch over the workers of this round."""
-        state, comm = self.state, self.workers.comm
-        if self.blocks is not None:
-            state.size, self.ahead = comm.size, self.blocks.course(state.done, comm.size)
-            self.upcoming_step = self.training.carried = None  # other workers read other texts
-            if self.strategy.strategy.counts_commits:
-                self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
+        done, comm = self.state.done, self.workers.comm
+        if self.blocks is None:
+            self.ahead = course(self.config, self.data, comm.size, self.origin)
+            self.upcoming = steps(self.config, self.data, comm, self.ahead, done, self.meter.clock)
             return
-        if state.done and state.size != comm.size:
-            state.origin = course(self.config, self.data, state.size, state.origin).place(state.done)
-        state.size = comm.size
-        self.ahead = course(self.config, self.data, comm.size, state.origin)
-        self.upcoming = steps(self.config, self.data, comm, state.done, self.meter.clock, state.origin)
-        self.upcoming_step = None
+        self.ahead = self.blocks.course(done, comm.size)
+        self.upcoming_step = self.training.carried = None  # other workers read other texts
+        if self.strategy.strategy.counts_commits:
+            self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
 
     def _open(self, done: int) -> None:
         """Open the receivers of rows, anew, after `done` steps: they have `row(values)`, `info(values)` and `close()`."""
         self.close()
         if self.workers.writes:
             config = self.config
+            # The loss scaler of fp16 lets gradients overflow to find its scale.
+            limit = None if config.precision == "fp16" else config.parsed_strategy().max_nonfinite
             self.watchers = [
-                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done),
+                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit),
                 MetricsWriter(self.folder, done),
-                SkipWarning(config.precision, config.parsed_strategy().max_nonfinite),
                 *trackers(config, self.folder),
             ]
 
@@ -390,7 +387,7 @@ class _Worker:
     def _save(self) -> dict[str, Any]:
         meter = self.meter.state_dict()
         meter["num_skipped"] = torch.tensor(meter["num_skipped"]).item()
-        return self.state.as_dict() | {"meter": meter}
+        return vars(self.state) | {"meter": meter}
 
     def _load(self, saved: dict[str, Any]) -> None:
         self.state.load(saved)
@@ -447,7 +444,7 @@ class _Worker:
 
     def _save_checkpoint(self) -> None:
         comm, step, folder = self.workers.comm, self.state.done, self.checkpoints
-        position, origin = None, self.state.origin
+        position, origin = None, self.origin
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
         self.is_first_here = checkpoint.save(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import own_address
-from ....comm.store import connected_store, listening_store
+from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
 from ....comm.transport import connect
@@ -53,16 +53,23 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     warn_if_open(credentials, is_first=environment.rank == 0)
     device = choose_device(config)
     if device.type == "cuda":
+        # NCCL takes the current GPU.
         torch.cuda.set_device(device)
+    if config.transport == "mpi":
+        dist.init_process_group("mpi", timeout=RENDEZVOUS)
+        with connect("mpi", timeout_seconds=config.timeout, device=device) as comm:
+            yield comm
+        dist.destroy_process_group()
+        return
     rank, size = environment.rank, environment.size
     presence = None
+    if store is None:
+        store = fresh(meeting_store(environment, credentials), rank, size)
+        presence = Presence(store, rank, size)
     if credentials is not None or config.dials_out:
         with same_error_on_all():
             why = "no listener or a relay" if credentials is None else "credentials"
             require(device.type == "cpu", f"with {why}, messages are sent from main memory; choose --device cpu")
-        if store is None:
-            store = fresh(meeting_store(environment, credentials), rank, size)
-            presence = Presence(store, rank, size)
         with (
             blaming(presence),
             TcpCommunicator.from_store(
@@ -78,15 +85,9 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         ):
             yield own
         return
-    if config.transport == "mpi":
-        dist.init_process_group("mpi", timeout=RENDEZVOUS)
-    else:
-        if store is None:
-            store = fresh(meeting_store(environment), rank, size)
-            presence = Presence(store, rank, size)
-        with same_error_on_all():
-            backend = choose_backend(config.transport, device, environment, store)
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    with same_error_on_all():
+        backend = choose_backend(config.transport, device, environment, store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
     with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
         yield comm
     dist.destroy_process_group()
@@ -139,6 +140,7 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
     rank, host, port = environment.rank, environment.master_address, environment.master_port
     if credentials is not None:
         return _encrypted_store(environment, credentials)
+    # Unless torchrun's agent listens at that address already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
             address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
@@ -223,12 +225,12 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
 
     Raises:
         ValueError: NCCL was asked for, and a worker has no GPU of its own.
-        TimeoutError: a worker did not connect.
+        CommunicationError: a worker did not connect.
     """
     if name == "tcp":
         return "gloo"  # by which workers meet
-    store.set(f"thinwire/no-gpu/{environment.rank}", str(int(not has_own_gpu(device, environment.local_size))))
-    without = [rank for rank in range(environment.size) if _answer(store, rank) == b"1"]
+    gather = gathering(store, environment.rank, environment.size, SECONDS)
+    without = [rank for rank, has in enumerate(gather(has_own_gpu(device, environment.local_size))) if not has]
     require(
         name != "nccl" or not without,
         f"transport 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
@@ -240,13 +242,6 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
 def has_own_gpu(device: torch.device, local_size: int) -> bool:
     """Whether each of the workers on this machine has a GPU of its own that NCCL can use."""
     return device.type == "cuda" and local_size <= torch.cuda.device_count() and dist.is_nccl_available()
-
-
-def _answer(store: dist.Store, rank: int) -> bytes:
-    try:
-        return store.get(f"thinwire/no-gpu/{rank}")
-    except dist.DistStoreError:
-        raise TimeoutError(f"rank {rank} did not connect within {RENDEZVOUS.total_seconds():.0f} seconds") from None
 
 
 def check_mpi() -> None:
@@ -277,8 +272,3 @@ def loopback_store(port: int, credentials: Credentials | None = None) -> dist.TC
     except OSError as error:
         reason = f"port {port} cannot be used: {error.strerror}"
         raise ValueError(f"{reason}; choose another, or leave --port out and a free one is taken") from None
-
-
-def connect_to(port: int, credentials: Credentials | None) -> dist.TCPStore | TlsStore:
-    """The launcher's store, in a worker."""
-    return connected_store(LOOPBACK, port, RENDEZVOUS, credentials)

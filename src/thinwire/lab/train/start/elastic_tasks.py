@@ -17,7 +17,6 @@ from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
-from ..shared_errors import SharedError
 from .connect import choose_interface, credentials_of, meeting_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
@@ -30,7 +29,7 @@ KEY = "thinwire/lighthouse"
 def join_elastic(
     config: RunConfig,
     environment: Environment,
-    on_stop: Callable[[Interrupted], None] | None,
+    on_stop: Callable[[Interrupted], None],
     callbacks: Sequence[Callback],
     on_start: Callable[[Path], object] | None,
 ) -> Path:
@@ -47,20 +46,23 @@ def join_elastic(
     )
     threading.excepthook = ignore_file_errors
     choose_interface(config.interface, environment.one_node)
+    # The launcher numbers the workers of all machines.
     config = replace(config, workers=environment.size, first_worker=0)
     try:
         folder = make_folder(config)  # of this machine, or one that tasks share
         if on_start is not None and environment.rank == 0:
             on_start(folder)
-        with _lighthouse(config, environment) as address, Interruption() as interruption:
-            comm = communicator(config, address, environment.rank, environment.local_size)
-            with comm:
-                loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
+        with (
+            _lighthouse(config, environment) as address,
+            Interruption() as interruption,
+            communicator(config, address, environment.rank, environment.local_size) as comm,
+        ):
+            loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
     except Interrupted as stop:
-        if on_stop and environment.rank == 0:
+        if environment.rank == 0:
             on_stop(stop)
         raise
-    except (SharedError, ValueError):
+    except ValueError:
         raise
     except Exception as error:
         raise WorkerError(failure(environment.rank, error)) from error

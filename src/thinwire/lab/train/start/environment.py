@@ -25,6 +25,10 @@ DEFAULT_PORT = 29500  # torchrun's
 NAME = "THINWIRE_LAUNCHER"  # name of the launcher, if `set_variables` set torchrun's variables
 PORTS = range(10_000, 30_000)  # below the system's ephemeral ports
 
+# Where each MPI says rank, size, local rank and local size.
+OPEN_MPI = tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"))
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+
 
 @dataclass(frozen=True)
 class Environment:
@@ -90,6 +94,7 @@ def launched(variables: Mapping[str, str] = os.environ) -> Environment | None:
         >>> launched({"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) is None  # a batch script
         True
     """
+    # The first one counts: the innermost launcher.
     for names, read in LAUNCHERS.items():
         if set(names) <= variables.keys():
             return read(variables)
@@ -107,63 +112,62 @@ def set_variables() -> Environment | None:
 def _torchrun(variables: Mapping[str, str]) -> Environment:
     rank, size = (_number(variables, name) for name in ("RANK", "WORLD_SIZE"))
     local_rank, local_size = _number(variables, "LOCAL_RANK", 0), _number(variables, "LOCAL_WORLD_SIZE", 1)
-    address, port = variables.get("MASTER_ADDR", LOOPBACK), _port(variables, DEFAULT_PORT)
+    address, port = variables.get("MASTER_ADDR", LOOPBACK), _number(variables, "MASTER_PORT", DEFAULT_PORT)
     return Environment(variables.get(NAME, "torchrun"), rank, size, local_rank, local_size, address, port)
 
 
 def _open_mpi(variables: Mapping[str, str]) -> Environment | None:
-    names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
-    numbers = [_number(variables, f"OMPI_COMM_WORLD_{name}") for name in names]
     job = variables.get("PMIX_NAMESPACE") or variables.get("OMPI_MCA_ess_base_jobid") or ""
-    return _mpi("mpirun (Open MPI)", numbers, variables, _port_of(job))
+    numbers = [_number(variables, name) for name in OPEN_MPI]
+    return _task("mpirun (Open MPI)", numbers, variables, variables.get("SLURM_JOB_NODELIST", ""), _port_of(job))
 
 
 def _mpich(variables: Mapping[str, str]) -> Environment | None:
-    names = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-    numbers = [_number(variables, name) for name in names]
-    return _mpi("mpirun (MPICH)", numbers, variables, _port_of(_ancestor("hydra_pmi_proxy")))
+    numbers, job = [_number(variables, name) for name in MPICH], _ancestor("hydra_pmi_proxy")
+    return _task("mpirun (MPICH)", numbers, variables, variables.get("SLURM_JOB_NODELIST", ""), _port_of(job))
 
 
-def _mpi(launcher: str, numbers: list[int], variables: Mapping[str, str], own_port: int) -> Environment | None:
-    """`own_port` differs between launches, but all workers know it only if they are on one node."""
+def _srun(variables: Mapping[str, str]) -> Environment | None:
+    size, node = _number(variables, "SLURM_STEP_NUM_TASKS"), _number(variables, "SLURM_NODEID", 0)
+    per_node = _expanded(variables.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
+    local_size = per_node[node] if node < len(per_node) else 0
+    numbers = [_number(variables, "SLURM_PROCID"), size, _number(variables, "SLURM_LOCALID"), local_size]
+    return _task("srun", numbers, variables, variables["SLURM_STEP_NODELIST"], _slurm_port(variables))
+
+
+def _task(
+    launcher: str, numbers: list[int], variables: Mapping[str, str], nodes: str, own_port: int
+) -> Environment | None:
+    """The place of one of several tasks; None for a task alone.
+
+    Args:
+        launcher: its name.
+        numbers: rank, size, local rank and local size.
+        variables: the environment.
+        nodes: all hosts, in SLURM's notation; "" if nobody says them.
+        own_port: it differs between launches, but all workers know it only if they are on one node.
+    """
     rank, size, local_rank, local_size = numbers
     if size == 1:
         return None
     if local_size == size:
         address, port = LOOPBACK, own_port
     else:
-        address, port = _first_host(variables.get("SLURM_JOB_NODELIST", "")), _slurm_port(variables)
+        address, port = _first_host(nodes), _slurm_port(variables)
     address = variables.get("MASTER_ADDR", address)
     require(
         bool(address),
         f"{launcher} started {size} workers on several nodes and does not say where rank 0 is; set MASTER_ADDR to the "
         "first node's name or address for all workers, as in: mpirun -x MASTER_ADDR=node1 (MPICH: -genv MASTER_ADDR node1)",
     )
-    return Environment(launcher, rank, size, local_rank, local_size, address, _port(variables, port))
-
-
-def _srun(variables: Mapping[str, str]) -> Environment | None:
-    size = _number(variables, "SLURM_STEP_NUM_TASKS")
-    if size == 1:
-        return None
-    rank, local_rank = _number(variables, "SLURM_PROCID"), _number(variables, "SLURM_LOCALID")
-    per_node = _expanded(variables.get("SLURM_STEP_TASKS_PER_NODE", str(size)))
-    node = _number(variables, "SLURM_NODEID", 0)
-    local_size = per_node[node] if node < len(per_node) else 0
-    address = LOOPBACK if local_size == size else _first_host(variables["SLURM_STEP_NODELIST"])
-    address, port = variables.get("MASTER_ADDR", address), _port(variables, _slurm_port(variables))
-    return Environment("srun", rank, size, local_rank, local_size, address, port)
+    port = _number(variables, "MASTER_PORT", port)
+    return Environment(launcher, rank, size, local_rank, local_size, address, port)
 
 
 LAUNCHERS = {
     ("RANK", "WORLD_SIZE"): _torchrun,
-    (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ): _open_mpi,
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"): _mpich,
+    OPEN_MPI: _open_mpi,
+    MPICH: _mpich,
     ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NODELIST"): _srun,
 }
 
@@ -172,10 +176,6 @@ def _number(variables: Mapping[str, str], name: str, default: int | None = None)
     text = variables.get(name, str(default))
     require(text.isdecimal(), f"the environment's {name} must be a number, got {text!r}; is it left over?")
     return int(text)
-
-
-def _port(variables: Mapping[str, str], default: int) -> int:
-    return _number(variables, "MASTER_PORT", default)
 
 
 def _port_of(job: str) -> int:
@@ -223,6 +223,7 @@ def _ancestor(name: str) -> str:
             command, fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)
         except OSError:
             break
+        # The kernel puts names into parentheses, and cuts them after 15 characters.
         if command.endswith(f"({name}"):
             return str(process)
         process = int(fields.split()[1])

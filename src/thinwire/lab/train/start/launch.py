@@ -12,14 +12,15 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from ....algorithm import require
-from ....comm import Communicator, Credentials
+from ....comm import Credentials
 from ....comm.addresses import address_text
 from ..config import RunConfig
 from ..device import choose_device
-from ..folder.run_folder import abandon, finished_run, held_folder
+from ..folder.run_folder import finished_run, held_folder
 from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
 from ..run import loop
@@ -78,7 +79,7 @@ def train(
     if finished := finished_run(config):
         return finished
     if environment and config.elastic:
-        return join_elastic(config, environment, on_stop, callbacks, on_start)
+        return join_elastic(config, environment, partial(_stopped, config, on_stop), callbacks, on_start)
     if environment:
         return _join(config, environment, on_stop, callbacks, on_start)
     return _spawn(config, on_stop, callbacks, on_start)
@@ -108,11 +109,8 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
             if on_start is not None:
                 on_start(folder)
             spawn(config, folder, callbacks)
-        except ValueError:
-            abandon(folder)
-            raise
         except Interrupted as stop:
-            _stopped(config, stop, on_stop)
+            _stopped(config, on_stop, stop)
             raise
     return folder
 
@@ -128,7 +126,16 @@ def _join(
         with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
-            _run(config, folder, comm, interruption, on_stop, callbacks, on_start)
+            try:
+                run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
+                loop.run(config, folder, comm, interruption, callbacks)
+                interruption.settle()
+            except Interrupted as stop:
+                if rank == 0:
+                    _stopped(config, on_stop, stop)
+                # Launchers kill the others as soon as one exits, so they wait for rank 0.
+                comm.barrier()
+                raise
     except Interrupted:
         raise
     except SharedError:
@@ -139,31 +146,7 @@ def _join(
     return folder
 
 
-def _run(
-    config: RunConfig,
-    folder: Path,
-    comm: Communicator,
-    interruption: Interruption,
-    on_stop: OnStop,
-    callbacks: Sequence[Callback],
-    on_start: OnStart,
-) -> None:
-    try:
-        run_on_all(comm, lambda: on_start(folder) if on_start is not None and comm.rank == 0 else None)
-        loop.run(config, folder, comm, interruption, callbacks)
-        interruption.settle()
-    except Interrupted as stop:
-        if comm.rank == 0:
-            _stopped(config, stop, on_stop)
-        comm.barrier()
-        raise
-    except SharedError:
-        if comm.rank == 0:
-            abandon(folder)
-        raise
-
-
-def _stopped(config: RunConfig, stop: Interrupted, on_stop: OnStop) -> None:
+def _stopped(config: RunConfig, on_stop: OnStop, stop: Interrupted) -> None:
     if on_stop:
         on_stop(stop)
     if config.requeue and stop.signal == signal.SIGUSR1:

@@ -6,28 +6,16 @@ the others do not count any more, and which have reported a failure of their own
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from types import TracebackType
-from typing import Protocol
 
 from ....comm import CommunicationError
+from ....comm.store import Store
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 4  # without a sign of life, before a worker is named
-
-
-class Store(Protocol):
-    """What it needs of a store of `torch.distributed`."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Set a key."""
-
-    def get(self, key: str, /) -> bytes:
-        """The value of a key that is there."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Whether all keys are there."""
 
 
 class Presence:
@@ -62,24 +50,21 @@ class Presence:
 
     def _count(self) -> None:
         number = 0
-        try:
+        with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             while not self._ended.wait(self._beat_seconds):
                 number += 1
                 self._store.set(f"present/{self._rank}", str(number))
-        except RuntimeError:
-            return  # the store is gone, and with it the run
 
     def report(self, reason: str) -> None:
         """Tell the others why this worker fails."""
-        try:
+        with contextlib.suppress(RuntimeError):
             self._store.set(f"failed-first/{self._rank}", reason)
-        except RuntimeError:
-            return
 
     def explained(self, error: CommunicationError) -> CommunicationError:
         """The same error, with the worker that is to blame for it if there is one."""
         try:
             reasons = self._read("failed-first")
+            # A report tells more than silence, and may come while this worker looks for who is silent.
             if not any(reasons):
                 silent = self.silent()
                 reasons = self._read("failed-first")

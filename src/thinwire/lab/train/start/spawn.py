@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -16,10 +17,9 @@ from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..signals import SIGNALS
 from .connect import credentials_of, loopback_store
-from .elastic_watch import ElasticWatch
 from .environment import LOOPBACK
 from .lighthouse import lighthouse_of
-from .watch import requests_passed_on, watch
+from .watch import Watch, requests_passed_on
 from .worker import work
 
 # The fork server imports these once, so that workers need not.
@@ -58,10 +58,8 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
         for place in range(config.workers):
             workers.append(start(place, False))
         try:
-            if config.elastic:
-                ElasticWatch(workers, start, folder, requests, store, config).until_the_end()
-            else:
-                watch(workers, folder, requests, store, config.timeout)
+            restart = partial(start, is_restart=True) if config.elastic else None
+            Watch(workers, folder, requests, store, config.timeout, restart, config.first_worker).until_the_end()
         except KeyboardInterrupt:
             raise KeyboardInterrupt(f"what was written so far is in {folder}") from None
 

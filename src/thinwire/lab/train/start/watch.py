@@ -1,12 +1,17 @@
-"""Watches the workers of this machine, whose number is fixed.
+"""Watches the workers of this machine.
 
 A worker that fails, exits early or stays stopped (SIGSTOP) ends the run. One line names its rank and the reason. Ctrl-C,
 SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not stop in
 time are killed; a second Ctrl-C kills all of them.
 
-`torch.multiprocessing` and `torch.distributed.elastic` watch processes too, but they cannot replace this file. They end all
-workers when one fails. They do not see a stopped worker, do not wait for a checkpoint after a signal, do not tell a user error
-of all workers from the failure of one, and blame the worker that ended first, which may only have lost its connection.
+In an elastic run, a worker that a signal ends (SIGKILL, the kernel's memory killer, a crash) is started again, and healed by
+the others. One that stays stopped is killed first. A worker that is left out of the run is started again after a while. All
+workers end with the fork server; they and it are started again too.
+
+`torch.multiprocessing` and `torch.distributed.elastic` watch processes too, but they cannot replace this file. They end or
+restart all workers when one fails; in an elastic run the others train on here. They do not see a stopped worker, do not wait
+for a checkpoint after a signal, do not tell a user error of all workers from the failure of one, and blame the worker that
+ended first, which may only have lost its connection.
 """
 
 from __future__ import annotations
@@ -17,24 +22,29 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import FrameType
 
+from ....comm.elastic.forming import LEFT_OUT_SECONDS
+from ....comm.store import Store
 from ..folder.checkpoint import latest
 from ..run.interrupt import Interrupted
 from ..signals import SIGNALS
-from .presence import Store
-from .worker import MISTAKEN
+from .worker import LEFT_OUT, MISTAKEN
 
 log = logging.getLogger("thinwire")
 
 NO_FORK_SERVER = 255  # what `multiprocessing` says of all workers whose fork server has died
 NOTICE_SECONDS = 5  # after which a worker under SIGSTOP is reported; --timeout ends the run
 STOP_SECONDS = 30  # between asking workers to stop and killing them; as long as SLURM waits by default
+MAX_RESTARTS = 20  # of one worker of an elastic run; one that dies more often would die for ever
+STOPPED_SECONDS = 15.0  # after which a worker of an elastic run under SIGSTOP is killed, and started again
+LAST_SECONDS = 30.0  # how long workers of an elastic run may still run after another one has finished it
+ENDINGS = (0, *(128 + number for number in SIGNALS))  # exit codes of workers that have ended well
 FORK_SERVER_DIED = "the fork server, the process that starts the workers, was killed"
 
 
@@ -51,6 +61,7 @@ class Requests:
         self.deadline = float("inf")
 
     def receive(self, number: int, frame: FrameType | None) -> None:
+        # The second Ctrl-C ends all at once.
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signal and number == signal.SIGINT and sys.stderr.isatty():
@@ -82,45 +93,122 @@ def requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[Requests]:
             signal.signal(number, handler)
 
 
-def watch(workers: Sequence[BaseProcess], folder: Path, requests: Requests, store: Store, limit_seconds: float) -> None:
-    """Return when all workers have finished; raise if one fails or stays stopped for longer than the limit.
+class Watch:
+    """Watches the workers of this machine.
 
-    A worker that is stopped for some seconds is reported on stderr, as all others wait for it.
+    Args:
+        workers: by place; those that are started again replace others in this list.
+        folder: of the run.
+        requests: signals to this process.
+        store: the launcher's.
+        limit_seconds: how long a worker may stay stopped.
+        restart: starts the worker of a place in an elastic run again; None where the number of workers is fixed.
+        first_worker: number of the worker at place 0.
     """
-    signalled = [128 + number for number in SIGNALS]
-    running, stopped_since, reported = list(workers), dict[int, float](), set[int]()
-    while running:
-        wait([worker.sentinel for worker in running], timeout=1)
-        if any(worker.exitcode == MISTAKEN for worker in workers):
-            raise ValueError(store.get("mistake").decode())
-        for rank, worker in enumerate(workers):  # first: the others fail because it is gone
-            if worker.exitcode == 0 and not store.check([f"finished/{rank}"]):
-                raise WorkerError(
-                    f"worker {rank} left the run before its end, with exit code 0; what was saved is in {folder}"
-                )
-        if any(worker.exitcode not in (None, 0, *signalled) for worker in workers):
-            raise WorkerError(diagnosis(workers, folder, store))
-        running = [worker for worker in running if worker.exitcode is None]
-        requests.pass_on()  # again: a worker that was still starting may have missed it
-        now = time.monotonic()
-        stopped_since = {rank: stopped_since.get(rank, now) for rank in stopped(workers)}
-        reported &= stopped_since.keys()
-        for rank, since in stopped_since.items():
-            if now - since >= limit_seconds:
-                raise WorkerError(diagnosis(workers, folder, store))
-            if now - since >= NOTICE_SECONDS and rank not in reported:
-                reported.add(rank)
-                pid = workers[rank].pid
+
+    def __init__(
+        self,
+        workers: list[BaseProcess],
+        folder: Path,
+        requests: Requests,
+        store: Store,
+        limit_seconds: float,
+        restart: Callable[[int], BaseProcess] | None = None,
+        first_worker: int = 0,
+    ):
+        self.workers, self.folder, self.requests, self.store = workers, folder, requests, store
+        self.restart, self.first_worker = restart, first_worker
+        self.limit_seconds = limit_seconds if restart is None else min(limit_seconds, STOPPED_SECONDS)
+        self.restarts = [0] * len(workers)
+        self.stopped_since: dict[int, float] = {}
+        self.reported: set[int] = set()
+        self.left_out_since: dict[int, float] = {}
+        self.end = float("inf")
+
+    def until_the_end(self) -> None:
+        """Return when the run has ended.
+
+        Raises:
+            ValueError: all workers found the same user error.
+            WorkerError: a worker failed, or stayed stopped for longer than the limit; in an elastic run, died too often.
+            Interrupted: a signal stopped the run.
+        """
+        while running := [worker for worker in self.workers if worker.exitcode not in ENDINGS]:
+            wait([worker.sentinel for worker in running if worker.exitcode is None], timeout=0.2)
+            if any(worker.exitcode == MISTAKEN for worker in self.workers):
+                raise ValueError(self.store.get("mistake").decode())
+            for place, worker in enumerate(self.workers):  # first: the others fail because it is gone
+                if worker.exitcode == 0 and not self.store.check([f"finished/{place}"]):
+                    raise WorkerError(
+                        f"worker {place} left the run before its end, with exit code 0; what was saved is in {self.folder}"
+                    )
+            now = time.monotonic()
+            if self.restart is not None and any(worker.exitcode in ENDINGS for worker in self.workers):
+                self.end = min(self.end, now + LAST_SECONDS)
+            for place, worker in enumerate(self.workers):
+                if worker.exitcode is not None and worker.exitcode not in ENDINGS:
+                    self._has_died(place, worker.exitcode, now)
+            self._look_at_stopped(now)
+            self.requests.pass_on()  # again: a worker that was still starting may have missed it
+            if now > self.requests.deadline and any(worker.exitcode is None for worker in self.workers):
+                raise WorkerError(too_slow(self.workers, self.requests.signal, self.folder))
+            if now > self.end:
+                break
+        self._check_end()
+
+    def _has_died(self, place: int, code: int, now: float) -> None:
+        """Start a worker of an elastic run again, unless it failed with an error of its own. Otherwise end the run."""
+        if self.restart is None:
+            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+        if self.end < float("inf"):  # the others need it no more
+            return
+        number, has_ended_too_often = self.first_worker + place, self.restarts[place] == MAX_RESTARTS
+        if code == LEFT_OUT:
+            since = self.left_out_since.setdefault(place, now)
+            others_go_on = any(worker.exitcode is None for worker in self.workers)
+            if (has_ended_too_often and others_go_on) or now < since + LEFT_OUT_SECONDS:
+                return
+            del self.left_out_since[place]
+            why = f"worker {number} was left out"
+        elif code == NO_FORK_SERVER:
+            why = f"{FORK_SERVER_DIED}, and worker {number} with it"
+        elif code < 0:
+            why = f"worker {number} was ended by {signal.Signals(-code).name}"
+        else:
+            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+        if has_ended_too_often:
+            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+        self.restarts[place] += 1
+        log.warning(f"{why}; it is started again")
+        self.workers[place] = self.restart(place)
+
+    def _look_at_stopped(self, now: float) -> None:
+        """Report workers that are stopped: where their number is fixed, all others wait for them."""
+        self.stopped_since = {place: self.stopped_since.get(place, now) for place in stopped(self.workers)}
+        self.reported &= self.stopped_since.keys()
+        for place, since in self.stopped_since.items():
+            pid = self.workers[place].pid
+            if now - since >= self.limit_seconds:
+                if self.restart is None:
+                    raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+                number = self.first_worker + place
+                log.warning(f"worker {number} was stopped (SIGSTOP) for {self.limit_seconds:g} seconds, and is killed")
+                self.workers[place].kill()
+            elif self.restart is None and now - since >= NOTICE_SECONDS and place not in self.reported:
+                self.reported.add(place)
                 log.warning(
-                    f"worker {rank} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "
-                    f"kill -CONT {pid} lets it go on; after {limit_seconds:g} seconds (--timeout) the run ends"
+                    f"worker {place} (process {pid}) is stopped (SIGSTOP), and the others wait for it; "
+                    f"kill -CONT {pid} lets it go on; after {self.limit_seconds:g} seconds (--timeout) the run ends"
                 )
-        if running and now > requests.deadline:
-            raise WorkerError(too_slow(workers, requests.signal, folder))
-    if workers[0].exitcode:
-        saved = latest(folder / "checkpoints")
-        assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
-        raise Interrupted(workers[0].exitcode - 128, saved)
+
+    def _check_end(self) -> None:
+        code = max(worker.exitcode or 0 for worker in self.workers if worker.exitcode in ENDINGS)
+        if code:
+            saved = latest(self.folder / "checkpoints")
+            assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
+            raise Interrupted(code - 128, saved)
+        if not (self.folder / "summary.json").exists():
+            raise WorkerError(f"the run ended before its last step; what was saved is in {self.folder}")
 
 
 def stopped(workers: Sequence[BaseProcess]) -> list[int]:

@@ -15,16 +15,16 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
+from ....comm.store import Store, connected_store
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError, same_error_on_all
-from .connect import choose_interface, connect_to, connected, credentials_of
+from .connect import RENDEZVOUS, choose_interface, connected, credentials_of
 from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
 from .parent_death import end_with_parent
-from .presence import Store
 
 log = logging.getLogger("thinwire")
 
@@ -63,7 +63,7 @@ def work(
         with Interruption() as interruption:
             with same_error_on_all():
                 credentials = credentials_of(config)
-            store = connect_to(port, credentials)
+            store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:
                 with connected(config, environment, store) as comm:
                     loop.run(config, folder, comm, interruption, callbacks)
@@ -94,6 +94,7 @@ def work(
 
 def report_failure(store: Store | None, folder: Path, rank: int, error: Exception) -> None:
     """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
+    # The time tells the launcher who failed first.
     came, line = time.time_ns(), failure(rank, error)
     path = folder / f"worker-{rank}-error.txt"
     with contextlib.suppress(OSError):
@@ -107,6 +108,7 @@ def report_failure(store: Store | None, folder: Path, rank: int, error: Exceptio
 def end_with_launcher() -> None:
     launcher = multiprocessing.parent_process()
     assert launcher is not None, "a worker is a child process"
+    # It returns when the launcher has ended, however it ended.
     launcher.join()
     os._exit(1)
 

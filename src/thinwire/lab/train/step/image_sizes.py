@@ -10,9 +10,9 @@ The check runs the model on PyTorch's meta device, which computes shapes and no 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -24,32 +24,8 @@ WINDOWED = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 MAX_SIDE = 512  # where the search for a sufficient image size ends
 
 
-@dataclass(frozen=True)
-class BlindLayer:
-    """A layer whose kernel has positions that only see padding.
-
-    Args:
-        name: the module's name in the model.
-        kind: "Conv2d", "MaxPool2d" or "AvgPool2d".
-        image, input: height and width of the model's image and of the layer's input, in pixels.
-        kernel, stride, padding: of the layer, for height and width.
-    """
-
-    name: str
-    kind: str
-    image: tuple[int, int]
-    input: tuple[int, int]
-    kernel: tuple[int, int]
-    stride: tuple[int, int]
-    padding: tuple[int, int]
-
-    def __str__(self) -> str:
-        options = f"kernel {_by(self.kernel)}, stride {_by(self.stride)}, padding {_by(self.padding)}"
-        return f"layer {self.name} ({self.kind}, {options}) gets an input of {_by(self.input)} pixels"
-
-
 def check_image_sizes(
-    model: Model, num_classes: int, train: Iterable[Shape], test: Iterable[Shape], bf16_on_cpu: bool
+    model: Model, num_classes: int, train: Sequence[Shape], test: Sequence[Shape], bf16_on_cpu: bool
 ) -> list[str]:
     """Check that the model takes every image of a run, and that its kernels see them.
 
@@ -73,27 +49,26 @@ def check_image_sizes(
         >>> check_image_sizes(ResNet(18), 10, [(3, 32, 32)], [], bf16_on_cpu=False)[0].split(" gets")[0]
         'at images of 32x32 pixels, layer 7.residual.0 (Conv2d, kernel 3x3, stride 2x2, padding 1x1)'
     """
-    train, test = list(dict.fromkeys(train)), list(dict.fromkeys(test))
     if not train and not test:
         return []
     with torch.device("meta"):
         network = model.build(num_classes).eval()
     warnings = []
-    for shape in train:
+    for shape in dict.fromkeys(train):
         if layers := blind_layers(network, shape):
-            warnings.append(_text(layers, _enough(network, shape)))
+            warnings.append(_text(shape, layers, _enough(network, shape)))
             if bf16_on_cpu:
                 raise ValueError(
                     f"{warnings[-1]}, or compute in fp32 (--precision fp32): in bf16 on CPUs PyTorch can return "
                     "uninitialised memory for the gradients of these weights"
                 )
-    for shape in test:
+    for shape in dict.fromkeys(test):
         blind_layers(network, shape)
     return warnings
 
 
-def blind_layers(network: nn.Module, shape: Shape) -> list[BlindLayer]:
-    """The layers whose kernels have positions that only see padding at an image size, in the order of the forward pass.
+def blind_layers(network: nn.Module, shape: Shape) -> list[str]:
+    """Describe the layers whose kernels have positions that only see padding at an image size, in their order of use.
 
     Args:
         network: in evaluation mode, on the meta device or any other.
@@ -104,8 +79,10 @@ def blind_layers(network: nn.Module, shape: Shape) -> list[BlindLayer]:
 
     Example:
         >>> layers = nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(1, 1, 3, padding=1))
-        >>> [layer.name for layer in blind_layers(layers, (1, 2, 2))], blind_layers(layers, (1, 4, 4))
-        (['2'], [])
+        >>> blind_layers(layers, (1, 2, 2))
+        ['layer 2 (Conv2d, kernel 3x3, stride 1x1, padding 1x1) gets an input of 1x1 pixels']
+        >>> blind_layers(layers, (1, 4, 4))
+        []
     """
     last, found, error = _forward(network, shape)
     if error is not None:
@@ -115,23 +92,23 @@ def blind_layers(network: nn.Module, shape: Shape) -> list[BlindLayer]:
     return found
 
 
-def _forward(network: nn.Module, shape: Shape) -> tuple[str, list[BlindLayer], str | None]:
+def _forward(network: nn.Module, shape: Shape) -> tuple[str, list[str], str | None]:
     """The last layer that ran, the blind layers, and the first line of the error that ended the forward pass."""
     last, found = ["the model"], []
 
-    def before(name: str, module: nn.Module) -> Callable[[nn.Module, tuple[Tensor, ...]], None]:
-        return lambda _, inputs: last.append(f"layer {name} ({type(module).__name__})")
+    def before(name: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        if not list(module.children()):
+            last.append(f"layer {name} ({type(module).__name__})")
 
-    def after(name: str) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], None]:
-        def look(module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-            layer = _layer(name, module, shape, inputs[0])
-            if _is_blind(layer, module, output):
-                found.append(layer)
-
-        return look
+    def after(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if isinstance(module, WINDOWED) and _is_blind(module, inputs[0], output):
+            found.append(_described(name, module, inputs[0]))
 
     device = next(network.parameters()).device
-    with _hooks(network, before, after):
+    with ExitStack() as hooks:
+        for name, module in network.named_modules():
+            hooks.enter_context(module.register_forward_pre_hook(partial(before, name)))
+            hooks.enter_context(module.register_forward_hook(partial(after, name)))
         try:
             with torch.no_grad():
                 network(torch.empty(1, *shape, device=device))
@@ -140,35 +117,11 @@ def _forward(network: nn.Module, shape: Shape) -> tuple[str, list[BlindLayer], s
     return last[-1], found, None
 
 
-@contextmanager
-def _hooks(network: nn.Module, before: Callable, after: Callable) -> Iterator[None]:
-    """Context in which hooks run before every leaf module and after every module with a window."""
-    handles = []
-    for name, module in network.named_modules():
-        if not list(module.children()):
-            handles.append(module.register_forward_pre_hook(before(name, module)))
-        if isinstance(module, WINDOWED):
-            handles.append(module.register_forward_hook(after(name)))
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _layer(name: str, module: nn.Module, shape: Shape, x: Tensor) -> BlindLayer:
-    kernel, stride, padding = (_pair(getattr(module, field)) for field in ("kernel_size", "stride", "padding"))
-    return BlindLayer(name, type(module).__name__, shape[1:], (x.shape[-2], x.shape[-1]), kernel, stride, padding)
-
-
-def _is_blind(layer: BlindLayer, module: nn.Module, output: Tensor) -> bool:
-    dilation = _pair(getattr(module, "dilation", 1))
-    return any(
-        _has_blind_place(
-            layer.input[i], output.shape[i - 2], layer.kernel[i], layer.stride[i], layer.padding[i], dilation[i]
-        )
-        for i in range(2)
-    )
+def _is_blind(module: nn.Module, x: Tensor, output: Tensor) -> bool:
+    # An average pool has no dilation.
+    options = [_pair(getattr(module, name, 1)) for name in ("kernel_size", "stride", "padding", "dilation")]
+    sides = zip(x.shape[-2:], output.shape[-2:], *options, strict=True)
+    return any(_has_blind_place(*side) for side in sides)
 
 
 def _has_blind_place(size: int, outputs: int, kernel: int, stride: int, padding: int, dilation: int) -> bool:
@@ -180,6 +133,12 @@ def _has_blind_place(size: int, outputs: int, kernel: int, stride: int, padding:
     return False
 
 
+def _described(name: str, module: nn.Module, x: Tensor) -> str:
+    kernel, stride, padding = (_by(_pair(getattr(module, field))) for field in ("kernel_size", "stride", "padding"))
+    options = f"kernel {kernel}, stride {stride}, padding {padding}"
+    return f"layer {name} ({type(module).__name__}, {options}) gets an input of {_by(x.shape[-2:])} pixels"
+
+
 def _enough(network: nn.Module, shape: Shape) -> tuple[int, int] | None:
     """The next larger square image size, height and width, without blind layers; None if there is none up to `MAX_SIDE`."""
     for side in range(max(shape[1:]) + 1, min(8 * max(shape[1:]), MAX_SIDE) + 1):
@@ -189,17 +148,17 @@ def _enough(network: nn.Module, shape: Shape) -> tuple[int, int] | None:
     return None
 
 
-def _text(layers: list[BlindLayer], size: tuple[int, int] | None) -> str:
+def _text(shape: Shape, layers: list[str], size: tuple[int, int] | None) -> str:
     others = f" (and {len(layers) - 1} more layers)" if len(layers) > 1 else ""
     remedy = (
         f"train on images of {_by(size)} pixels or more (--data.sizes)" if size else "choose a model for such images"
     )
-    return f"at images of {_by(layers[0].image)} pixels, {layers[0]}{others}: some of its weights see only padding; {remedy}"
+    return f"at images of {_by(shape[1:])} pixels, {layers[0]}{others}: some of its weights see only padding; {remedy}"
 
 
 def _pair(value: int | tuple[int, int]) -> tuple[int, int]:
     return (value, value) if isinstance(value, int) else (value[0], value[1])
 
 
-def _by(size: tuple[int, int]) -> str:
+def _by(size: Sequence[int]) -> str:
     return f"{size[0]}x{size[1]}"

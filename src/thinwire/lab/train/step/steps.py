@@ -88,10 +88,6 @@ class Course:
         epoch, position = divmod(later, self.per_epoch)
         return self.origin.epoch + 1 + epoch, position
 
-    def ends_epoch(self, before: int, step: int) -> bool:
-        """Whether a step after `before`, up to `step`, is the last one of an epoch or of the run."""
-        return step >= self.num_steps or self.epoch_of(step)[0] > self.epoch_of(before)[0]
-
     def passes(self, step: int) -> float:
         """Passes over the data after `step` steps, with a fraction."""
         later = step - self.origin.step - self.rest
@@ -122,6 +118,7 @@ def course(config: RunConfig, data: Dataset, size: int, origin: Position = START
     )
     per_epoch, per_step = batches // config.accumulate, size * config.batch_size * config.accumulate
     left = data.num_examples - origin.examples
+    # Of a begun epoch, only the examples that no worker has seen are left.
     rest = per_epoch if origin.examples == 0 else left // size // config.batch_size // config.accumulate
     num_steps = origin.step + max(0, rest + (config.epochs - origin.epoch - 1) * per_epoch)
     whole, limit = config.epochs * per_epoch, config.max_steps or max(num_steps, config.epochs * per_epoch)
@@ -132,26 +129,26 @@ def steps(
     config: RunConfig,
     data: Dataset,
     comm: Communicator,
-    done: int = 0,
-    clock: Clock | None = None,
-    origin: Position = START,
+    ahead: Course,
+    done: int,
+    clock: Clock,
 ) -> Iterator[Step]:
     """Yield the steps after the first `done`; the last one ends an epoch, even a partial one.
 
     Args:
         config, data: of the run.
         comm: says which worker this is.
+        ahead: the course of the run on these workers.
         done: number of steps already taken.
         clock: times the loading of batches as phase "data".
-        origin: where this number of workers began.
     """
-    ahead = course(config, data, comm.size, origin)
-    clock = clock or Clock()
+    origin = ahead.origin
     batches: Iterator[Batch] = iter(())
     for i in range(done, ahead.num_steps):
         epoch, position = ahead.epoch_of(i)
         is_rest = epoch == origin.epoch
         with clock("data"):
+            # At the start of an epoch, and where a resumed run goes on within one.
             if position == 0 or i == done:
                 share = share_of(config, data, comm, epoch, origin.examples if is_rest else 0)
                 length = (ahead.rest if is_rest else ahead.per_epoch) * config.accumulate
@@ -161,7 +158,8 @@ def steps(
                 )
             taken = list(islice(batches, config.accumulate))
         begins = position == 0 and not (is_rest and origin.examples)
-        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ahead.ends_epoch(i, i + 1), taken)
+        ends = i + 1 == ahead.num_steps or ahead.epoch_of(i + 1)[0] > epoch
+        yield Step(i + 1, ahead.passes(i + 1), epoch if begins else None, ends, taken)
 
 
 def check_split(config: RunConfig, data: Dataset) -> None:
@@ -195,4 +193,5 @@ def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int, f
         keys = data.labels if config.split == "by-class" else torch.arange(data.num_examples)
         assert keys is not None, "`check_split` demands labels"
         share = uneven_shard(keys, comm.rank, comm.size, config.seed, epoch, config.shuffled)
+    # The new share begins at the fraction of the epoch that was seen before.
     return share[len(share) - (data.num_examples - first) // comm.size :]

@@ -64,15 +64,18 @@ class Training:
         """
         num_skipped, carried = self.strategy.num_skipped, self.carried
         buffers = [(b, b.clone()) for b in self.model.buffers() if b.is_floating_point()]
+        # A test in between has set it to evaluation mode.
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
         weight *= self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
+            # Only the last backward pass of a step averages gradients.
             with nullcontext() if last else self.strategy.no_sync():
                 answers.append(self._backward(batch.to(self.device), weight))
         if self.config.clip_norm is not None:
+            # The limit is for the true gradient, not for that of the scaled loss.
             self.scaler.unscale_(self.optimizer)
             nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm)
         self.scaler.step(self.optimizer)  # gossip averages parameters in here

@@ -76,6 +76,7 @@ class VirtualTime:
     def step(self) -> Iterator[None]:
         """Context of a training step: its processor time counts."""
         if self._trace is not None:
+            # What came since the last step, such as a test, takes no virtual time.
             self._trace.skip()
         yield
         if self._trace is not None:
