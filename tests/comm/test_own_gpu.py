@@ -112,8 +112,8 @@ def test_a_strategy_connects_on_its_models_device(attach, monkeypatch):
         ),
         (
             shards,
-            lambda device: shards.Replica._communicator(
-                mock.Mock(_tensors=[("p", torch.ones(1, device=device))]), None
+            lambda device: shards.Replica._connected_over(
+                mock.Mock(_tensors=[("p", torch.ones(1, device=device))]), mock.Mock(ndim=1, size=lambda dim: 2)
             ),
         ),
     ],

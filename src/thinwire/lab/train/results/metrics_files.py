@@ -117,12 +117,12 @@ class MetricsWriter:
         """
         files = zip(self._paths, self._files, strict=True)
         gone = [path for path, file in files if not is_at(file.fileno(), path)]
-        for path in gone:
-            log.warning(f"{path} was deleted or replaced, and is written anew")
         if gone:
             with self._files[0] as before, self._files[1]:
                 before.seek(0)
-                self._begin([json.loads(line) for line in before])
+                self._begin([json.loads(line) for line in before])  # an error if the folder is gone too
+        for path in gone:
+            log.warning(f"{path} was deleted or replaced, and is written anew")
         self._write(plain(values))
         self._write_events(values)
 
