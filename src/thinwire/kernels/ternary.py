@@ -42,7 +42,7 @@ class Ternary:
     """How ternary values are packed.
 
     Args:
-        base: 3 (five digits a byte), or `2 W + 1`: payloads of up to W workers may be added as int32 vectors.
+        base: 3 (five digits a byte), or `2 W + 1`: the payloads of W workers are added as int32 vectors, and then decoded.
         bucket_size: elements that share a scale; None for the whole segment.
 
     Raises:
@@ -160,7 +160,7 @@ def decode_add(payload: Tensor, scales: Tensor, outs: Sequence[Tensor], weight: 
     """Add `weight` times the values of a payload, or of a sum of payloads, to `outs`.
 
     Args:
-        payload: uint8, as `encode` wrote it, or the int32 sum of several, viewed as bytes.
+        payload: uint8, as `encode` wrote it with base 3; with base `2 W + 1` the int32 sum of W of them, viewed as bytes.
         scales: as given to `encode`.
         outs: float32 segments of the encoder's sizes, added to.
         weight: factor of all values.
