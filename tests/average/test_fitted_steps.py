@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from helpers.cases import case
@@ -9,7 +10,9 @@ from helpers.codecs import gossiped
 from helpers.fitted import fitted
 
 import thinwire as tw
+from thinwire.average.gossip.moniqua_step import MoniquaStepControl
 from thinwire.testing import gossip_in_lockstep
+from thinwire.topology import Graph
 
 
 def starts(size=8, shape=(20, 20)):
@@ -122,3 +125,11 @@ def test_steps_above_one_are_faster():
         x = slowest.clone()
         gossip_in_lockstep(averager, x, 10)
         assert (x.norm() / slowest.norm()).item() == pytest.approx(factor**10, rel=2e-3)
+
+
+def test_moniqua_counts_the_largest_weight_of_any_worker():
+    """On an irregular graph, that of rank 0 may be less, and the step would be too large."""
+    graph = Graph(((0, 1), (1, 2), (1, 3), (1, 4), (1, 5), (5, 6), (6, 7)))
+    p, mu = 1 / 3, float(np.linalg.eigvalsh(np.eye(8) - graph.matrix(0, 8))[-1])
+    control = MoniquaStepControl.of(graph, 8, torch.device("cpu"), 2, 1.0, {})
+    assert control._best_step(1.5) == pytest.approx(1 / (2 * p * 1.5 + mu))

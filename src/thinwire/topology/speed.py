@@ -60,3 +60,16 @@ def difference_rates(topology: Topology, size: int) -> tuple[float, float]:
         values = np.linalg.svd(centre @ (np.eye(size) - topology.matrix(step, size)) @ centre, compute_uv=False)
         rates += [values[-2], values[0]]
     return float(min(rates)), float(max(rates))
+
+
+@lru_cache(maxsize=256)
+def largest_weight(topology: Topology, size: int) -> float:
+    """The largest weight that any worker gives to another one, over all steps.
+
+    Example:
+        >>> from thinwire.topology import Graph
+        >>> round(largest_weight(Graph(((0, 1), (1, 2), (1, 3), (1, 4), (4, 5))), 6), 4)
+        0.3333
+    """
+    others = 1.0 - np.eye(size)
+    return float(max((others * topology.matrix(step, size)).max() for step in topology.steps(size)))

@@ -36,7 +36,7 @@ from ... import kernels
 from ...kernels.scales import float32
 from ...membership import State, config, restart
 from ...topology import Topology
-from ...topology.speed import difference_rates
+from ...topology.speed import difference_rates, largest_weight
 from .maxima import Maxima
 
 MEMORY = 0.9  # of the running means of |k| and k^2
@@ -165,8 +165,7 @@ class MoniquaStepControl(State):
     def _best_step(self, noise: float) -> float:
         """From N / A; see the module's docstring."""
         topology, size = self.maxima.topology, self.maxima.size
-        weights = [w for step in topology.steps(size) for w in topology.neighbours(0, step, size).receives.values()]
-        return 1.0 / (2.0 * max(weights, default=1.0) * noise + difference_rates(topology, size)[1])
+        return 1.0 / (2.0 * largest_weight(topology, size) * noise + difference_rates(topology, size)[1])
 
     def _adapt_theta(self, failed: bool, seen: bool, least: float) -> None:
         before, self.earlier_theta = self.earlier_theta, self.theta
