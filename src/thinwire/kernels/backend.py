@@ -26,7 +26,7 @@ _REMEDIES = {
     "triton": "install the extra gpu: pip install '.[gpu]' in the folder of thinwire's sources",
 }
 
-KERNELS: list[Kernel[..., Any]] = []
+KERNELS: list[Kernel[..., Any]] = []  # all of them, so that a forced backend can reset what they chose
 _forced: str | None = None
 
 
@@ -39,6 +39,7 @@ class Kernel(Generic[P, R]):
         self.reference = reference
         self.functions: dict[str, Callable[P, R]] = {}
         """The functions that run it, by backend."""
+        # A dictionary that fills itself: a call of a kernel then costs one lookup.
         self.on = _Chosen(self)
         KERNELS.append(self)
 
@@ -128,5 +129,6 @@ def use_backend(name: str) -> Iterator[None]:
 def _force(backend: str | None) -> None:
     global _forced
     _forced = backend
+    # Kernels keep what they chose, so they must choose again.
     for each in KERNELS:
         each.on.clear()

@@ -26,6 +26,7 @@ def pack(bits: Tensor) -> Tensor:
 
 def unpack(payload: Tensor) -> Tensor:
     """Bytes to bits (0 or 1, uint8), the lowest bit first."""
+    # Shifts of uint8: with int64 ones, each bit would take eight bytes.
     return ((payload[:, None] >> torch.arange(8, device=payload.device, dtype=torch.uint8)) & 1).flatten()
 
 

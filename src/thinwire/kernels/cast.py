@@ -108,6 +108,7 @@ def _encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] |
     scales, parts = [], []
     for i, x in enumerate(xs):
         scale = _power_of_two(x, dtype) if has_scales else torch.ones((), device=x.device)
+        # The reciprocal of a power of two is exact, so this product is the quotient.
         codes = _narrowed(x * (torch.ones_like(scale) / scale), dtype)
         scales.append(scale.view(1))
         parts.append(codes.view(torch.uint8))
@@ -135,6 +136,7 @@ def _power_of_two(x: Tensor, dtype: str) -> Tensor:
     """The least power of two by which `x` divided stays in range; 1 for zero, and not finite if x is not."""
     most = magnitude(x).amax().view(torch.float32) if x.numel() else x.new_zeros(())
     mantissa, exponent = torch.frexp(most / torch.full_like(most, torch.finfo(getattr(torch, dtype)).max))
+    # `frexp` gives an exact power of two as half of the next one. Normal float32 exponents are -126 to 127.
     exponent = torch.where(mantissa == 0.5, exponent - 1, exponent).clamp(-126, 127)
     scale = torch.ldexp(torch.ones_like(most), exponent)
     return torch.where(most.isfinite(), torch.where(most > 0, scale, torch.ones_like(scale)), most)

@@ -32,6 +32,7 @@ def vector(name: str, t: Tensor, dtype: torch.dtype, device: torch.device) -> Te
             f"{name}: expected a contiguous 1-D {dtype} tensor on {device}, got {t.dtype} of shape {tuple(t.shape)}, "
             f"strides {t.stride()} on {t.device}; use t.to({dtype}).contiguous().view(-1)"
         )
+    # `Tensor.numpy`, by which C++ gets its data, refuses tensors that require a gradient.
     return t.detach()
 
 
@@ -135,7 +136,7 @@ def check_counts(counts: Sequence[int], numels: Sequence[int]) -> None:
         check_length("counts", counts, len(numels))
     for i, (k, n) in enumerate(zip(counts, numels, strict=True)):
         if not 0 <= k <= n <= MAX_SEGMENT_NUMEL:
-            check_numels(numels)
+            check_numels(numels)  # a segment that is too large is the error to name
             raise ValueError(f"counts[{i}]: expected 0 to {n} (the segment's elements), got {k}")
 
 
@@ -169,6 +170,7 @@ def num_buckets(numels: Sequence[int], bucket_size: int | None) -> int:
         3
     """
     check_numels(numels)
+    # No segment is larger, so each one that is not empty is a bucket.
     size = MAX_SEGMENT_NUMEL if bucket_size is None else bucket_size
     check_bucket_size(size)
     return sum(-(-n // size) for n in numels)

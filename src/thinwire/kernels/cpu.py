@@ -52,6 +52,7 @@ def _arrays(items: Sequence[Any] | None) -> list[Any]:
         return []
     if not isinstance(items[0], Tensor):
         return list(items)
+    # Segments are flat already, so that they need no view.
     return list(map(Tensor.numpy, items if items[0].dim() == 1 else [x.view(-1) for x in items]))
 
 
@@ -69,6 +70,7 @@ def _levels(x: levels.Levels) -> _native.Levels:
 
 
 # What the extension takes in place of an argument, by the argument's type; all others as they are.
+# Exact types are enough: checks have detached all tensors, so that none is a `Parameter`.
 _CONVERSIONS: dict[type, Callable[[Any], Any]] = {
     Tensor: Tensor.numpy,
     list: _arrays,
@@ -129,11 +131,13 @@ for _kernel, _function in SAME_ARGUMENTS.items():
 
 @sign._encode.runs_on("cpu")
 def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
+    # Not with `_call`, which would turn a missing scale into an empty list.
     _native.sign_encode(_arrays(xs), out.numpy(), _arrays(residuals), fixed_scale)
 
 
 @reduce._mark_nonfinite.runs_on("cpu")
 def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
+    # If all is finite, as usual, one call finds it out.
     if _native.all_finite(_arrays(xs)):
         return
     for x, kept in zip(xs, values.split(counts), strict=True):
@@ -190,6 +194,7 @@ def difference_sums(vs: list[Tensor], cs: list[Tensor]) -> Tensor:
 @modular._encode.runs_on("cpu")
 def modular_encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: float) -> tuple[Tensor, Tensor]:
     check, largest = _native.modular_encode(_arrays(xs), out.numpy(), key, bits, modulus)
+    # C++ gives 64 bits without a sign. PyTorch holds the same bits as int64.
     signed = check - (check >> 63 << 64)
     return torch.tensor(signed, dtype=torch.int64, device="cpu"), torch.tensor(
         largest, dtype=torch.float32, device="cpu"
@@ -215,6 +220,7 @@ def uniform(key: int, numel: int, device: torch.device) -> Tensor:
 @permutation._random_indices.runs_on("cpu")
 def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
     if isinstance(keys, Tensor):
+        # An int64 tensor holds keys with a sign, C++ takes them without.
         keys = [key % 2**64 for key in keys.tolist()]
     found = _int32(sum(counts))
     _native.random_indices(keys, counts, numels, found.numpy())
@@ -280,6 +286,7 @@ def add_topk(
 
 @entropy._encode.runs_on("cpu")
 def huffman_encode(packed: Tensor, symbols: entropy.Symbols) -> Tensor:
+    # One byte for the tag, and eight more, because C++ stores eight bytes at once.
     out = debug.empty(packed.numel() + 9, dtype=torch.uint8, device="cpu")
     return out[: _native.huffman_encode(packed.numpy(), symbols.counts, symbols.bits, out.numpy())]
 

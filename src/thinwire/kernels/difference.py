@@ -211,6 +211,7 @@ def _encode(
     quantize.encode(vs, out, keys, quantizer, lost)
     if lost is None:
         return None
+    # The residual is v - c, so c is known without decoding.
     return sums(vs, [v - rest for v, rest in zip(vs, lost, strict=True)])
 
 
@@ -249,6 +250,7 @@ def _choco_add_dense(
     parts = zip(*(v.split(numels_of(xs)) for v in vectors), strict=True)
     for x, copy, gap, (own, *theirs) in zip(xs, copies, gaps, parts, strict=True):
         copy.add_(own)
+        # float64, because rounding errors in the gaps would move the mean in every round.
         own, theirs = own.double(), [v.double() for v in theirs]
         gap.add_(own * (weights[0] - 1.0)).add_(_weighted(own, theirs, weights))
         x.add_((gap * step).float())

@@ -88,8 +88,9 @@ def code_lengths(counts: Sequence[int]) -> list[int]:
         >>> code_lengths([5, 1, 0, 2])
         [1, 2, 0, 2]
     """
+    # The loop ends: at equal counts, 256 symbols have codes of 8 bits.
     while max(lengths := _huffman(counts), default=0) > MAX_CODE_LENGTH:
-        counts = [(count + 1) // 2 for count in counts]
+        counts = [(count + 1) // 2 for count in counts]  # rounded up, since 0 would say that a symbol does not occur
     return lengths
 
 
@@ -98,7 +99,7 @@ def _huffman(counts: Sequence[int]) -> list[int]:
     leaves = deque(sorted((count, [symbol]) for symbol, count in enumerate(counts) if count))
     lengths = [0] * len(counts)
     if len(leaves) == 1:
-        lengths[leaves[0][1][0]] = 1
+        lengths[leaves[0][1][0]] = 1  # a length of 0 would say that the symbol does not occur
     joined: deque[tuple[int, list[int]]] = deque()
     while len(leaves) + len(joined) > 1:
         pair = [(leaves if leaves and (not joined or leaves[0][0] <= joined[0][0]) else joined).popleft() for _ in "ab"]
@@ -158,6 +159,7 @@ def _decode(payload: Tensor, symbols: Symbols) -> Tensor:
     _check(table.numel() == 2**bits // 2, "it ends before its code lengths")
     lengths = [length for byte in table.tolist() for length in (byte & 15, byte >> 4)]
     _check(max(lengths) <= MAX_CODE_LENGTH, "a code is too long")
+    # Kraft's inequality. Sums of powers of two are exact, so it needs no tolerance.
     _check(sum(2.0**-n for n in lengths if n) <= 1, "its code lengths are no code")
     values = _read_symbols(bit.unpack(stream).tolist(), lengths, sum(symbols.counts))
     parts = bit.split(torch.tensor(values, dtype=torch.int64, device=payload.device), symbols.counts)

@@ -46,6 +46,7 @@ def both(a: Flag, b: Flag) -> Flag:
         tensor(True)
     """
     if isinstance(a, bool):
+        # A `bool` decides here, without a kernel on the device.
         return b if a else False
     if isinstance(b, bool):
         return a if b else False
@@ -101,7 +102,7 @@ def check_faults(device: torch.device) -> None:
 def raise_counted(counters: Tensor, counts: list[int]) -> None:
     """Raise the faults in `counts`, the values of a device's counters, and reset the counters."""
     if any(counts):
-        counters.zero_()
+        counters.zero_()  # before the error, or the next `read` would raise the same faults again
         raise ValueError("; ".join(MESSAGES[fault] for fault in Fault if counts[fault]))
 
 
@@ -131,6 +132,7 @@ def in_main_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
+# One tensor for each device: all kernels must add to the counters that `read` looks at.
 @cache
 def fault_counters(device: torch.device) -> Tensor:
     """The int32 counters of the faults of a tensor's device, for kernels to add to."""

@@ -116,6 +116,7 @@ def check_ascending(i: int, index: Tensor, numel: int) -> None:
     """Raise ValueError unless the indices of segment i ascend strictly inside it."""
     if index.numel() == 0:
         return
+    # Where indices ascend, the first and the last tell whether all lie inside.
     demand(
         (index[0] >= 0) & (index[-1] < numel) & (index[1:] > index[:-1]).all(),
         Fault.UNSORTED,
@@ -154,6 +155,7 @@ def _read(bits: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
     low = low_bits(count, numel)
     size = numel if low is None else code_bits(count, numel, low)
     marks = bits[: size if low is None else size - count * low]
+    # Padding must be zero, so that each set of indices has one code only.
     index, is_valid = _positions(marks, count), (marks.sum() == count) & (bits[size:] == 0).all()
     if low is not None:
         index = (index - torch.arange(count, device=bits.device)) << low
@@ -166,4 +168,5 @@ def _positions(marks: Tensor, count: int) -> Tensor:
     """Where the first `count` ones are; `nonzero` would let the host wait for their number."""
     place = (marks.cumsum(0) - 1).where(marks > 0, torch.full((), count, device=marks.device))
     positions = torch.zeros(count + 1, dtype=torch.int64, device=marks.device)
+    # Zeros, and ones beyond `count`, go to an extra last place, which is cut off.
     return positions.scatter_(0, place.clamp(max=count), torch.arange(marks.numel(), device=marks.device))[:count]

@@ -83,7 +83,8 @@ def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
         ValueError: if they are not.
     """
     rounded = torch.tensor(levels, dtype=torch.float32, device="cpu").tolist()
-    levels_bits(len(rounded))
+    levels_bits(len(rounded))  # raises if there are too few or too many
+    # Written so that NaN is refused too: its comparisons are all false.
     if not all(a < b for a, b in pairwise(rounded)) or not -1 <= rounded[0] <= rounded[-1] <= 1:
         raise ValueError(f"levels: expected strictly ascending numbers in [-1, 1], as float32, got {rounded}")
     return tuple(rounded)
@@ -194,7 +195,9 @@ def _quantize_segment(x: Tensor, key: int, levels: Levels) -> Coded:
     table = float32(levels.values, x.device)
     scales = bucket_scales(x, levels.bucket_size, levels.norm)
     scale = spread(scales, levels.bucket_size, x)
+    # The format asks for the reciprocal: a quotient would round differently.
     r = x * (torch.ones_like(scale) / scale)
+    # Only inner levels, so that `code + 1` is always a level.
     code = torch.searchsorted(table[1:-1].contiguous(), r, right=True)  # NaN comes last
     low, high = table[code], table[code + 1]
     code = code + (r - low > uniform_of(key, x.numel(), x.device) * (high - low)).int()

@@ -156,11 +156,14 @@ def _checked(
 def _encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: float) -> tuple[Tensor, Tensor]:
     x = torch.cat([torch.empty(0, device=out.device), *xs])
     wrapped = wrap(x, modulus)
+    # The last value is the largest, so that the bucket's scale is B/2.
     values = torch.cat([wrapped, wrapped.new_full((1,), modulus / 2)])
     quantize.encode([values], out, [key], _quantizer(x.numel(), bits))
     turns = ((x.double() - wrapped.double()) / torch.full_like(x, modulus).double()).round()
+    # A cast of NaN or infinity to an integer has no defined result.
     turns = turns.nan_to_num(-MAX_TURNS).clamp(-MAX_TURNS, MAX_TURNS).long()
     codes = _codes(out, x.numel(), bits)
+    # Sums of int64 wrap, so this one is modulo 2^64.
     check = (_odd(key, codes) * (turns * ((1 << bits) - 1) + codes)).sum()
     return check, x.abs().max() if x.numel() else x.new_zeros(())
 
@@ -205,11 +208,13 @@ def _codes(payload: Tensor, numel: int, bits: int) -> Tensor:
 
 def _odd(key: int, like: Tensor) -> Tensor:
     """r_e of each element: odd numbers of 32 bits, with a sign."""
+    # An odd factor r has an inverse modulo 2^64, so that r k is zero only if k is.
     odd = hash_of(key, torch.arange(like.numel(), device=like.device)) | 1
     return odd - ((odd >> 31) << 32)
 
 
 def _crossings(own: Tensor, theirs: Tensor, numel: int, bits: int) -> Tensor:
+    # Modulo the last code, not 2^bits: modulo B, the first and the last code are one value.
     last = (1 << bits) - 1
     half = (last - 1) // 2
     difference = _codes(theirs, numel, bits) - _codes(own, numel, bits)

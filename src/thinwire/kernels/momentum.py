@@ -38,6 +38,7 @@ class Buffers:
     gs: Sequence[Tensor]
     us: Sequence[Tensor]
     vs: Sequence[Tensor]
+    # Not in place: a discarded step must leave no trace, and in floats (u - g) / m is not the old u.
     new_us: Sequence[Tensor]
     new_vs: Sequence[Tensor]
 

@@ -134,8 +134,10 @@ def _means(x: Tensor, bucket_size: int) -> Tensor:
         return torch.empty(0, 2, device=x.device)
     rows, zero = rows_of(x.double(), bucket_size), torch.zeros((), dtype=torch.float64, device=x.device)
     negative = rows < 0
+    # Ones are padded with zeros like the elements, so that padding does not count.
     counts = rows_of(torch.ones_like(x, dtype=torch.float64), bucket_size).sum(-1)
     num_negative = negative.double().sum(-1)
+    # The format's sums start at zero, so that -0.0 alone gives 0.0; the last addition does the same.
     sums = tree_sum(torch.where(negative, rows, zero)), tree_sum(torch.where(negative, zero, rows)) + 0.0
     means = [
         torch.where(count == 0, zero, total / count).float()

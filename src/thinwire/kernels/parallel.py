@@ -31,7 +31,7 @@ def set_threads(number: int) -> None:
     if number < 1:
         raise ValueError(f"threads: expected at least 1, got {number}")
     if backend_for("cpu") == "cpu":
-        from . import _native
+        from . import _native  # here, because the extension may be missing
 
         _native.set_threads(number)
 

@@ -56,6 +56,7 @@ def _random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[in
     pieces = [torch.empty(0, dtype=torch.int64, device=device)]
     for key, count, numel in zip(keys, counts, numels, strict=True):
         excludes = 2 * count > numel  # then fewer are left out than kept
+        # Marks, because the permutation gives numbers in any order, and indices must ascend.
         kept = torch.full((numel,), excludes, dtype=torch.bool, device=device)
         kept[_random_subset(key, numel - count if excludes else count, numel, device)] = not excludes
         pieces.append(kept.nonzero().flatten())
@@ -65,6 +66,7 @@ def _random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[in
 def _random_subset(key: int | Tensor, count: int, numel: int, device: torch.device) -> Tensor:
     bits = num_bits(numel)
     numbers = _permute(key, torch.arange(count, device=device), bits)
+    # On a GPU the host waits in each turn. Triton's kernel loops by itself.
     while bool((outside := numbers >= numel).any()):
         numbers = torch.where(outside, _permute(key, numbers, bits), numbers)
     return numbers
@@ -80,6 +82,7 @@ def _permute(key: int | Tensor, numbers: Tensor, bits: int) -> Tensor:
     low_bits = bits // 2
     high, low = numbers >> low_bits, numbers & ((1 << low_bits) - 1)
     for r in range(0, _ROUNDS, 2):
+        # A half has at most 16 bits, so the round's number fits above it.
         high = high ^ (hash_of(key, (r << 16) | low) >> (32 - (bits - low_bits)))
         low = low ^ (hash_of(key, ((r + 1) << 16) | high) >> (32 - low_bits))
     return (high << low_bits) | low

@@ -247,6 +247,7 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, quantizers: 
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quantizers: Quantizers) -> Flag:
     for i, payload in enumerate(payloads):
+        # The first payload is copied: added to zeros, it would lose the sign of -0.0.
         _decode(Tensor.add_ if i else Tensor.copy_, payload, outs, weight, quantizers)
     return finite(outs)
 
@@ -260,6 +261,7 @@ def _quantize_segment(x: Tensor, key: int, quantizer: Quantizer) -> Coded:
     scale = spread(scales, quantizer.bucket_size, x)
     steps = torch.full_like(scale, num_steps)
     t = (x * (steps / scale) + num_steps) * 0.5
+    # Rounding may lift t + u to `num_steps + 1`, so codes are clamped.
     codes = (t + uniform_of(key, x.numel(), x.device)).floor().clamp(0, num_steps)
     codes = torch.where(scale.isfinite() & (scale > 0), codes, torch.zeros_like(codes))
     return codes.int(), scales, (2 * codes - num_steps) * (scale / steps)

@@ -38,6 +38,7 @@ class Key(NamedTuple):
     @classmethod
     def of(cls, seed: int, name: str, rank: int, step: int) -> Key:
         """The key of a tensor on one worker, or on one edge in place of `rank`; workers that share a key pass 0."""
+        # Not Python's `hash`, which differs from process to process.
         return cls(seed, zlib.crc32(name.encode()) | rank << 32, step)
 
     def mixed(self) -> int:
@@ -118,11 +119,13 @@ def _uniform(key: int, numel: int, device: torch.device) -> Tensor:
 
 def uniform_of(key: int, numel: int, device: torch.device) -> Tensor:
     """`uniform` in plain PyTorch, for the references."""
+    # 24 bits are all that a float32 holds exactly; with more, a number could round to 1.
     return (hash_of(key, torch.arange(numel, device=device)) >> 8).float() * 2.0**-24
 
 
 def hash_of(key: int | Tensor, positions: Tensor) -> Tensor:
     """32 random bits for each position (int64); a key may be an int64 tensor, of the key's 64 bits."""
+    # int64 with masks stands for uint32: an overflow changes none of the low 32 bits.
     k0, k1 = key & _MASK32, (key >> 32) & _MASK32
     h = (positions * 0x9E3779B9 + k0) & _MASK32
     h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK32

@@ -115,7 +115,9 @@ def _decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
 def _read(payload: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
     """Indices, and the bytes that follow them."""
     low = low_bits(count, numel)
+    # No code is longer. The bytes after it are those of later segments.
     bits = bit.unpack(payload[: max_nbytes(count, numel)])
+    # Only `count` ones are marks: those after them are low parts.
     at = bits.nonzero().flatten()[:count]
     num_marks = int(at[-1]) + 1 if at.numel() == count else bits.numel()
     num_bits = num_marks + count * low
@@ -124,6 +126,7 @@ def _read(payload: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]:
         raise ValueError("payload: its indices are corrupt")
     lows = bit.from_bits(bits[num_marks:num_bits], low) if low else torch.zeros_like(at)
     index = (((gaps(at) << low) | lows) + 1).cumsum(0) - 1
+    # Gaps are not negative, so the last index is the largest.
     if int(index[-1]) >= numel:
         raise ValueError("payload: its indices are corrupt")
     return index, payload[num_bytes:]

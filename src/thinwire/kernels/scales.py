@@ -56,6 +56,7 @@ def tree_sum(x: Tensor) -> Tensor:
 
 def root(sums: Tensor) -> Tensor:
     """The smallest float32 whose square is at least the sum. Squares are exact, so square roots need not be."""
+    # `torch.sqrt` of float64 is not always correctly rounded. One step up or down mends that.
     roots = sums.sqrt().float()
     roots = torch.where(roots.double() ** 2 < sums, _neighbour(roots, 1), roots)
     below = _neighbour(roots, -1)
@@ -74,8 +75,10 @@ def bucket_scales(x: Tensor, bucket_size: int, norm: str, least: float = MIN_SCA
     rows = pad(x, bucket_size).view(-1, bucket_size)
     if norm == "max":
         scales = magnitude(rows).amax(-1).view(torch.float32)
+        # Infinity must stay, so that the bucket decodes to numbers that are not finite.
         scales = torch.where(scales.isfinite(), scales.clamp(max=MAX_SCALE), scales)
     else:
+        # In float64, squares of float32 numbers are exact.
         sums = tree_sum(rows.double() * rows.double())
         scales = torch.where(sums.isfinite(), root(sums).clamp(max=MAX_SCALE), sums.float())
     return torch.where(scales < least, torch.zeros_like(scales), scales)
@@ -83,6 +86,7 @@ def bucket_scales(x: Tensor, bucket_size: int, norm: str, least: float = MIN_SCA
 
 def spread(scales: Tensor, bucket_size: int, x: Tensor) -> Tensor:
     """The scale of every element of `x`."""
+    # `bucket_size` may be far above the segment's size: 2^31 - 1 stands for the whole of it.
     return scales.repeat_interleave(min(bucket_size, x.numel()))[: x.numel()]
 
 

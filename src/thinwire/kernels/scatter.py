@@ -207,9 +207,11 @@ def _total(
 
 def _checked_pieces(outs: list[Tensor], indices: Tensor, counts: list[int]) -> Iterator[tuple[Tensor, Tensor]]:
     """Check the indices; yield each segment with its own."""
+    # int64, because `index_fill_` takes no other indices.
     for i, (out, index) in enumerate(zip(outs, bit.split(indices.long(), counts), strict=True)):
         if index.numel():
             is_inside = (index.amin() >= 0) & (index.amax() < out.numel())
             message = f"segment {i}: indices must be 0 to {out.numel() - 1}, one is outside; corrupt payload?"
             demand(is_inside, Fault.OUTSIDE, message)
+        # On a GPU the fault is only counted, so that the index must be made harmless.
         yield out, index.clamp(0, max(0, out.numel() - 1))

@@ -119,6 +119,7 @@ def _topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
 def _above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, list[int]]:
     kept = []
     for x, threshold in zip(xs, thresholds, strict=True):
+        # Compared as bits, so that NaN is above every threshold.
         bits = torch.tensor([threshold], dtype=torch.float32, device=x.device).view(torch.int32)
         kept.append((magnitude(x) >= bits).nonzero().flatten())
     indices, values = _gather(xs, kept)

@@ -67,6 +67,7 @@ def _encode(indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     for i, (index, numel) in enumerate(zip(bit.split(indices.long(), counts), numels, strict=True)):
         check_ascending(i, index, numel)
         code = segment_code(index, numel)
+        # Where none or all are kept, the code has no bytes, and gaps cannot be smaller.
         by_gaps = _gap_bytes(index) if code.numel() else code
         name, code = (_BY_GAPS, by_gaps) if by_gaps.numel() < code.numel() else (_BY_SIZE, code)
         codes += [torch.tensor([name], dtype=torch.uint8, device=indices.device), code]
@@ -110,7 +111,7 @@ def _read_gaps(payload: Tensor, count: int, numel: int) -> tuple[Tensor, Tensor]
     blocks = []
     for at in range(0, count, BLOCK_GAPS):
         size = min(BLOCK_GAPS, count - at)
-        width = int(payload[0]) if payload.numel() else 32
+        width = int(payload[0]) if payload.numel() else 32  # 32 is refused below
         num_bytes = (size * width + 7) // 8
         if width > 31 or payload.numel() <= num_bytes:
             raise ValueError("payload: its indices are corrupt")

@@ -246,6 +246,7 @@ def _decode_add(payload: Tensor, scales: Tensor, outs: list[Tensor], weight: flo
     for out, scale in _with_scales(outs, scales, ternary.size):
         words, payload = payload.tensor_split([ternary.nbytes([out.numel()])])
         digits = _unpack_digits(words, out.numel(), ternary)
+        # Each of W workers has added 1 to the digit, and W is `base // 2`.
         out += (digits - ternary.base // 2).float() * (scale * factor)
 
 
@@ -263,6 +264,7 @@ def _decode_sum(
 
 def _clip_limit(x: Tensor, clip: float) -> Tensor:
     """`clip` standard deviations of a segment; infinity where that is zero or not finite."""
+    # Without the shift, a mean far from zero would cancel most digits of the variance.
     shifted = x.double() - x[0].double()
     count = torch.full((), x.numel(), dtype=torch.float64, device=x.device)
     total = tree_sum(shifted)
@@ -291,11 +293,13 @@ def _pack_digits(digits: Tensor, ternary: Ternary) -> Tensor:
 
 def _unpack_digits(payload: Tensor, numel: int, ternary: Ternary) -> Tensor:
     base, num_words = ternary.base, _num_in_whole_blocks(numel, ternary) // ternary.num_digits
+    # A copy, because a payload may start at any address. Masked, because a corrupt word may be negative.
     words = payload.long() if base == 3 else payload.clone().view(torch.int32).long() & _MASK32
     digits = []
     for word in (words[:num_words].view(-1, BLOCK_WORDS), words[num_words:].unsqueeze(0)):
         blocks = []
         for _ in range(ternary.num_digits):
+            # The half keeps the rounded product from falling below a whole quotient.
             quotient = ((word.double() + 0.5) * (1.0 / base)).floor().long()
             blocks.append(word - quotient * base)
             word = quotient

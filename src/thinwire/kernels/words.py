@@ -68,6 +68,7 @@ def _encode(words: Tensor, counts: list[int], bits: int, out: Tensor) -> None:
 
 @kernel
 def _decode(payload: Tensor, counts: list[int], bits: int) -> Tensor:
+    # Without bits there are no bytes, and `from_bits` cannot tell how many words they hold.
     if bits == 0:
         return torch.zeros(sum(counts), dtype=torch.int32, device=payload.device)
     words = [torch.empty(0, dtype=torch.int64, device=payload.device)]

@@ -151,6 +151,7 @@ class Topology(Algorithm, ABC):
         """
         period = self.period(size)
         product = np.eye(size)
+        # Only the last steps repeat. Those of earlier phases say nothing about the long run.
         for step in self.steps(size)[-period:]:
             product = self.matrix(step, size) @ product
         symmetric = np.array_equal(product, product.T)
@@ -174,6 +175,7 @@ class Topology(Algorithm, ABC):
             >>> Exponential().is_circulant(8), RandomPairs().is_circulant(8)
             (True, False)
         """
+        # What a worker receives follows from what the others send, so `sends` is enough.
         return all(
             self.neighbours((rank + shift) % size, step, size).sends
             == {(peer + shift) % size: weight for peer, weight in self.neighbours(rank, step, size).sends.items()}

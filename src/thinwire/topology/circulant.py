@@ -120,6 +120,7 @@ class Complete(Circulant):
 
 def odd_powers(size: int) -> list[int]:
     """The distances 1 and `1 + 2^i`, `i = 1..floor(log2(W - 1))`. (i = 0 gives 2, which joins ranks of the same side.)"""
+    # `bit_length` is floor(log2) + 1, without the rounding of a logarithm.
     return [1, *(1 + 2**i for i in range(1, (size - 1).bit_length()))]
 
 

@@ -37,6 +37,7 @@ class Phases(Topology):
     steps_per_epoch: int = 1
 
     def __post_init__(self) -> None:
+        # Tuples can be hashed, and caches have topologies as their keys.
         object.__setattr__(self, "phases", tuple((start, topology) for start, topology in self.phases))
         starts = [start for start, _ in self.phases]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
@@ -51,7 +52,7 @@ class Phases(Topology):
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
         start, topology = self._phase(step)
-        return topology._neighbours(rank, step - start, size)
+        return topology._neighbours(rank, step - start, size)  # unchecked: `validate` has checked all phases
 
     def _period(self, size: int) -> int:
         return self.phases[-1][1].period(size)
@@ -62,6 +63,7 @@ class Phases(Topology):
         steps: list[int] = []
         for start, end, (_, topology) in zip(starts, ends, self.phases, strict=True):
             own = [start + step for step in topology.steps(size)]
+            # A phase may be shorter than its period.
             steps += own if end is None else [step for step in own if step < end]
         return steps
 

@@ -42,7 +42,7 @@ def draw(topology: Topology, size: int, path: str | Path) -> Path:
     steps = topology.steps(size)
     shown = steps[:MAX_PANELS]
     figure, panels = _panels(len(shown))
-    for step, axes in zip(shown, panels, strict=False):
+    for step, axes in zip(shown, panels, strict=False):  # the last row may have more panels than steps
         _draw_step(axes, topology, step, size)
         if len(steps) > 1:
             axes.set_title(f"step {step}", fontsize=9, color=INK)

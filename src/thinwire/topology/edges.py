@@ -36,6 +36,7 @@ class Graph(Undirected):
         pairs = {tuple(sorted(pair)) for pair in _checked_edges(self, self.edges)}
         object.__setattr__(self, "edges", tuple(sorted(pairs)))
 
+    # This writes to `__dict__`, past the frozen dataclass's `__setattr__`.
     @cached_property
     def _adjacency(self) -> Adjacency:
         return adjacency_of([*self.edges, *((j, i) for i, j in self.edges)], _num_ranks(self.edges))
@@ -112,6 +113,7 @@ def from_networkx(graph: Any, weights: str = "metropolis") -> Graph | DirectedGr
     edges = [(rank_of[u], rank_of[v]) for u, v in graph.edges() if u != v]
     connected = {rank for edge in edges for rank in edge}
     alone = [node for node, rank in rank_of.items() if rank not in connected]
+    # A single node needs no edge.
     if alone and len(rank_of) > 1:
         raise ValueError(
             f"the graph is disconnected: {alone[:8]} have no edge to another node; add some or remove them"

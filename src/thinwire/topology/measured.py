@@ -54,6 +54,7 @@ def bottleneck_ring(rates: Rows) -> tuple[int, ...]:
             high = middle - 1
         else:
             best, low = ring, middle + 1
+    # A ring that is no faster is no reason to change the order.
     return given if slowest_link(rates, given) >= slowest_link(rates, best) else best
 
 
@@ -91,10 +92,11 @@ def _improved(rates: Rows) -> tuple[int, ...]:
 
     def quality(ring: Sequence[int]) -> tuple[float, float]:
         links = [rates[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
-        return min(links), -sum(1 / max(rate, 1e-300) for rate in links)
+        return min(links), -sum(1 / max(rate, 1e-300) for rate in links)  # a rate may be 0
 
     greedy, left = [0], set(range(1, size))
     while left:
+        # Sorted, so that ties go to the lowest rank on every worker.
         greedy.append(max(sorted(left), key=lambda peer: rates[greedy[-1]][peer]))
         left.remove(greedy[-1])
     ring = max([tuple(range(size)), tuple(greedy)], key=quality)
@@ -106,6 +108,7 @@ def _improved(rates: Rows) -> tuple[int, ...]:
                 rest = (*ring[:start], *ring[start + 1 :])
                 moved = (*rest[:end], ring[start], *rest[end:])
                 turned = (*ring[:start], *reversed(ring[start : end + 1]), *ring[end + 1 :]) if start < end else moved
+                # The present ring comes first: `max` keeps it among equals, so the loop ends.
                 best = max([ring, moved, turned], key=quality)
                 if best != ring:
                     ring, better = best, True
@@ -157,7 +160,7 @@ def sites(round_trips: Rows) -> tuple[tuple[int, ...], ...]:
         ((0, 2), (1,))
     """
     merges = _merges(round_trips)
-    lengths = [max(length, 1e-9) for length, _ in merges]
+    lengths = [max(length, 1e-9) for length, _ in merges]  # zero has no logarithm
     gaps = [math.log(b / a) for a, b in pairwise(lengths)]
     widest = max(range(len(gaps)), key=gaps.__getitem__, default=-1)
     if widest < 0 or gaps[widest] < math.log(GAP):

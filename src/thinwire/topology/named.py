@@ -73,6 +73,7 @@ class Torus(Undirected):
             )
 
 
+# Asked for once for every rank and again for each of its peers.
 @lru_cache(maxsize=256)
 def _most_square_rows(size: int) -> int:
     return max(rows for rows in range(1, isqrt(size) + 1) if size % rows == 0)

@@ -137,14 +137,16 @@ class WattsStrogatz(RandomGraph):
         peers: list[set[int]] = [set() for _ in range(size)]
         for i, j in lattice:
             _connect(peers, i, j)
+        # The choice of edges is drawn before all new ends: the order of draws defines the graph.
         for (i, j), moves in zip(lattice, uniform(len(lattice)) < self.rewire, strict=True):
+            # A small ring lists an edge twice, so it may have moved already.
             if moves and j in peers[i] and len(peers[i]) < size - 1:
                 _rewire(peers, i, j, uniform)
         return [(i, j) for i in range(size) for j in sorted(peers[i]) if i < j]
 
 
 def _connect(peers: list[set[int]], i: int, j: int) -> None:
-    if i != j:
+    if i != j:  # on a small ring, a distance may lead back to the rank itself
         peers[i].add(j)
         peers[j].add(i)
 

@@ -44,7 +44,7 @@ class RandomPairs(Topology):
         require_integer("RandomPairs: num_steps", self.num_steps, 1)
 
     def _period(self, size: int) -> int:
-        return 1 if size == 2 else self.num_steps
+        return 1 if size == 2 else self.num_steps  # two workers have one pairing
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
         peer = _matching(self.seed, step % self._period(size), size)[rank]
@@ -53,6 +53,7 @@ class RandomPairs(Topology):
         return Neighbours({peer: 0.5}, {peer: 0.5}, 0.5)
 
     def planned(self, size: int) -> Topology:
+        # Such pairs take as long as random ones and look alike from all ranks, so a plan needs to follow one only.
         return self if size % 2 else _OppositePairs()
 
 
@@ -67,6 +68,7 @@ class _OppositePairs(Circulant):
 @lru_cache(maxsize=4096)
 def _matching(seed: int, step: int, size: int) -> tuple[int, ...]:
     """The peer of each rank; its own rank if it has none."""
+    # A stable sort, so that equal numbers have the same order on every machine.
     order = np.argsort(UniformStream(seed, size, step)(size), kind="stable").tolist()
     peers = list(range(size))
     # Of an odd number, the last one stays without a peer.

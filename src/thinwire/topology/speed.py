@@ -26,7 +26,7 @@ def rounds_to_reach_all(topology: Topology, size: int, start: int = 0) -> int:
     while any(ranks != everyone for ranks in known):
         if not static:
             senders = [list(topology.neighbours(rank, start + rounds, size).receives) for rank in range(size)]
-        before = list(known)
+        before = list(known)  # a copy, because news passes one link a round
         for rank, peers in enumerate(senders):
             for peer in peers:
                 known[rank] |= before[peer]

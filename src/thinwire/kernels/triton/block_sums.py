@@ -81,6 +81,7 @@ def block_sums(
     launch_each(_reduce_blocks, launches, device, sums, len(xs), num_blocks, **constants)
     if min(bucket_size, max(numels, default=0)) > BUCKET_NUMEL:
         fold(sums, *_blocks_of_buckets(numels, bucket_size), kind == "max")
+    # Any launch's table serves: they differ in the row of first tiles, which later kernels do not read.
     return BlockSums(launches[0].rows, sums, num_blocks, num_buckets)
 
 
@@ -162,6 +163,7 @@ def store_scales(xs: list[Tensor], out: Tensor, bucket_size: int, norm: str, lea
 
 def _block_constants(bucket_size: int) -> dict[str, int]:
     """A program's blocks, and the 32-element steps of each."""
+    # A short bucket fills only part of a block: the steps left out would add zeros.
     return {"STEPS": min(SUM_BLOCK, 1 << (bucket_size - 1).bit_length()) // 32 or 1, "BLOCKS": PROGRAM_BLOCKS}
 
 
@@ -193,7 +195,7 @@ def _reduce_blocks(
         start = bucket * BUCKET + in_bucket
     size = tl.minimum(tl.minimum(BUCKET - in_bucket, 1024), numel - start).to(tl.int32)
     if VECTOR > 1 and (BUCKET == WHOLE or BUCKET % 4 == 0):
-        size = tl.multiple_of(size, 4)
+        size = tl.multiple_of(size, 4)  # a mask that may end anywhere prevents loads of 16 bytes
     size = size[:, None]
     row = (x + start)[:, None]
     lane = tl.arange(0, 32)[None, :]
@@ -227,6 +229,7 @@ def _reduce_blocks(
             inside = at < size
             value = tl.load(row + at, mask=inside, other=0.0).to(tl.float64)
             if KIND == "moments":
+                # Masked elements load as 0, and would count as -shift.
                 shifted = tl.where(inside, value - shift, 0.0)
                 first += shifted
                 second += shifted * shifted
@@ -285,7 +288,7 @@ def total_of(sums, count, MAX: tl.constexpr):
     if size > FOLDED:
         while size > FOLDED:
             size = size // PARTS
-        count = size
+        count = size  # `fold` has written all of these, with zeros for what was padded
     at = tl.arange(0, FOLDED)
     part = tl.load(sums + at, mask=at < count, other=0.0)
     if MAX:

@@ -83,6 +83,7 @@ class Coding:
     ) -> None:
         """Write the codes, the numbers if the encoder finds them, and the residuals."""
         device = out.device
+        # A program that does not hold whole buckets cannot find their scales.
         if self.norm and self.tiles.size != self.bucket_size:
             store_scales(xs, out, self.bucket_size, self.norm, self.least, self.most)
         tables = None if keys is None else keys_on(keys, device), self._level_table(device)
@@ -169,9 +170,10 @@ def _find_tile(
         index = first + first_row + row
         exists = row * SIZE < numel
     elif BUCKET == WHOLE:
-        index = first + 0 * row
+        index = first + 0 * row  # one index, in the shape of a row
         exists = row * SIZE < numel
     else:
+        # A segment has less than 2^31 elements, so that 32 bits are enough to divide.
         index = first + ((start.to(tl.uint32) + offset.to(tl.uint32)) // BUCKET).to(tl.int64)
         exists = inside
     return segment, start, pointer, numel, offset, inside, index, exists
@@ -194,6 +196,7 @@ def _load_numbers(payload, index, exists, NUMBERS: tl.constexpr, ALIGNED: tl.con
 @triton.jit
 def _first_code(rows, num_segments, segment, start, BITS: tl.constexpr):
     """The offset of a tile's first code, in bytes."""
+    # A tile starts at a multiple of 8 elements, so its codes start at a whole byte.
     return tl.load(rows + 5 * num_segments + segment) + start * BITS // 8
 
 
@@ -255,6 +258,7 @@ def _encode(
     if ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0:
         address = tl.multiple_of(address, 4)
     nbytes = _bytes_of(numel, BITS, VECTOR)
+    # Zeros, because the bits after a segment's last code must be zero.
     store_codes(address, tl.where(inside, codes, 0), nbytes, BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:
         store_residual(rows, num_segments, segment, start + offset, inside, lost, VECTOR)

@@ -51,6 +51,7 @@ def _power_of_two(largest, _second, _third, _size, _argument, PARAMETERS: tl.con
     """The least power of two by which the segment divided is at most the largest number of the type."""
     largest = largest.to(tl.int32).to(tl.float32, bitcast=True)
     bits = tl.div_rn(largest, tl.full([], PARAMETERS[0], tl.float32)).to(tl.int32, bitcast=True)
+    # The exponent of the next power of two, or of the number itself if it is one.
     exponent = (bits >> 23) - 126 - ((bits & 0x7FFFFF) == 0).to(tl.int32)
     exponent = tl.where(bits == 0, 0, tl.minimum(tl.maximum(exponent, -126), 127))
     scale = ((exponent + 127) << 23).to(tl.float32, bitcast=True)
@@ -77,7 +78,7 @@ def narrow(x, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, NA
         moved = largest.to(tl.float32, bitcast=True) + tl.full([], MAGIC, tl.int32).to(tl.float32, bitcast=True)
         code = tl.where(largest < ((128 - BIAS) << 23), moved.to(tl.int32, bitcast=True) - MAGIC, code)
         if BITS == 16:
-            code = tl.minimum(code, INFINITY)
+            code = tl.minimum(code, INFINITY)  # 8-bit types get numbers in their range
     code = code | ((bits >> (32 - BITS)) & (1 << (BITS - 1)))
     return tl.where(largest > 0x7F800000, NAN, code)
 

@@ -99,6 +99,7 @@ def load_floats(address, index, mask, ALIGNED: tl.constexpr):
     else:
         bits = tl.zeros(index.shape, tl.uint32)
         for i in tl.static_range(4):
+            # int64, because four times an index may exceed an int32.
             byte = tl.load(address + 4 * index.to(tl.int64) + i, mask=mask, other=0)
             bits = bits | (byte.to(tl.uint32) << (8 * i))
         values = bits.to(tl.float32, bitcast=True)
@@ -121,6 +122,7 @@ def tile_offsets(SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     """(ROWS, WIDTH): each element's position relative to the tile's first; and whether it is one."""
     row = tl.arange(0, ROWS)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
+    # `row >= 0` is always true: it gives the mask both dimensions.
     return row * SIZE + column, (column < SIZE) & (row >= 0)
 
 
@@ -150,6 +152,7 @@ def store_codes(
         offset = row * (SIZE // PER) + column
         tl.store(address + offset, packed.to(tl.uint8), mask=(column < SIZE // PER) & (offset < nbytes))
     elif BITS == 16:
+        # Two bytes, not a 16-bit word: a payload may start at any address.
         pairs = tl.reshape(tl.join(codes & 0xFF, (codes >> 8) & 0xFF), (ROWS, 2 * WIDTH))
         column = tl.arange(0, 2 * WIDTH)[None, :]
         offset = tl.arange(0, ROWS)[:, None] * (2 * SIZE) + column
@@ -165,11 +168,13 @@ def store_codes(
         byte = tl.arange(0, 8)[None, :]
         for word in tl.static_range(WORDS):
             if word == 0:
+                # A shift by 64 or more is undefined, so `& 63` bounds it where `where` drops the result.
                 parts = tl.where(shifts < 64, groups << (shifts & 63), 0)
             else:
                 whole = tl.where(shifts >= 64, groups << (shifts & 63), 0)
                 split = (shifts < 64) & (shifts + BITS > 64)
                 parts = whole | tl.where(split, groups >> ((64 - shifts) & 63), 0)
+            # The fields do not overlap, so that their sum joins them.
             packed = tl.sum(parts, axis=1)[:, None] >> (8 * byte).to(tl.uint64)
             at = byte + 8 * word
             offset = (row * (SIZE // 8) + column) * BITS + at
@@ -252,6 +257,7 @@ def sums_of_squares(x, numel, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.
     lanes = tl.zeros((ROWS * BLOCKS, 32), tl.float64)
     for i in range(STEPS):
         inside = (column + 32 * i < SIZE) & (offset + 32 * i < numel)
+        # A second read, which the cache serves: the order of the sum needs rows of 32 lanes.
         value = tl.load(x + offset + 32 * i, mask=inside, other=0.0).to(tl.float64)
         lanes += value * value
     return halve(tl.reshape(halve(lanes, ROWS * BLOCKS, 32), (ROWS, BLOCKS)), ROWS, BLOCKS)

@@ -12,6 +12,7 @@ def load_field(payload, position, width, mask):
     byte = position >> 3
     shift = position & 7
     bits = tl.zeros(position.shape, tl.int64)
+    # 31 bits that begin at any bit of a byte lie in five bytes at most.
     for i in tl.static_range(5):
         needed = mask & (8 * i < shift + width) & (width > 0)
         bits = bits | (tl.load(payload + byte + i, mask=needed, other=0).to(tl.int64) << (8 * i))

@@ -98,6 +98,7 @@ def select(
         kind, buffers = (source, others) if i == 0 else ("none", None)
         arguments = (buffers, hist, chosen, num, m, factor)
         launch_each(_histogram, plan.counting, device, *arguments, PASS=i, SOURCE=kind, STEPS=STEPS, TILE=TILE)
+        # Any launch's table serves: they differ in the row of first tiles, which this kernel does not read.
         launch(_choose_digit, num, device, plan.counting[0].rows, hist, chosen, num, PASS=i)
     launch_each(_count_kept, plan.choosing, device, chosen, before, num, plan.num_tiles, TILE=TILE)
     launch(scan, num, device, plan.first, before, totals, num, ROWS=2, BLOCK=SCAN_BLOCK)
@@ -260,5 +261,6 @@ def _write_kept(
     equal_before = tl.load(before + num_tiles + tile) + tl.cumsum(equal) - equal
     larger_before = tl.load(before + tile) + tl.cumsum(larger) - larger
     kept = (larger > 0) | ((equal > 0) & (equal_before < num_ties))
+    # Of the ties before an element, only those that are kept take a place.
     place = tl.load(rows + 4 * num_segments + segment) + larger_before + tl.minimum(equal_before, num_ties)
     write_selected(indices, values, place, start, x, kept, TILE)

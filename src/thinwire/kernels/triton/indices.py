@@ -40,6 +40,7 @@ def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     device = payload.device
     rows, first, num_tiles = _decoder_rows(device, tuple(counts), tuple(numels))
+    # Zeros, because a corrupt payload leaves some of them unwritten.
     indices = torch.zeros(sum(counts), dtype=torch.int32, device=device)
     before = torch.empty(num_tiles, dtype=torch.int32, device=device)
     totals = torch.empty(len(counts), dtype=torch.int32, device=device)
@@ -128,7 +129,7 @@ def _encode(rows, indices, out, faults, num_segments, search_steps, BYTES: tl.co
         packed = packed | tl.where(hits, 1 << tl.where(hits, bit, 0).to(tl.int32), 0)
 
     # The low part: `low` bits of each index.
-    width = tl.maximum(low, 1)
+    width = tl.maximum(low, 1)  # a divisor, also where there is no low part and all is masked
     for i in tl.static_range(8):
         at = position + i - high_bits
         mask = (at >= 0) & (position + i < size)
@@ -186,6 +187,7 @@ def _decode(rows, payload, before, totals, indices, faults, num_segments, BYTES:
     kept = (ones != 0) & (rank < count)
     low_part = load_field(payload, high_bits + rank * low, low, kept)
     index = ((position - rank * step) << low) + low_part
+    # An index beyond the segment is a fault, and must not lead later kernels outside.
     tl.store(indices + rank, tl.minimum(index, numel - 1).to(tl.int32), mask=kept)
 
     # Two indices have the same high part if their ones are neighbours; then the low parts must ascend.

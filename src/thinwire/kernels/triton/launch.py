@@ -69,6 +69,7 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
     def get(device: torch.device, *arguments: Any) -> T:
         stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (make, device, stream, *arguments)
+        # Without the lock: two threads may make the same table, and either one serves.
         result: T | None = _KEPT.get(key)
         if result is None:
             result = make(device, *arguments)
@@ -181,6 +182,7 @@ def by_alignment(
         (vector, [n if each == vector else 0 for n, each in zip(num_tiles, vectors, strict=True)])
         for vector in (WHOLE_WORDS, 4, 1)
     ]
+    # One launch at least: later kernels use its table, even where this one has no tiles.
     return [(vector, tiles) for vector, tiles in found if any(tiles)] or found[:1]
 
 

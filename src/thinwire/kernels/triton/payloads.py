@@ -47,6 +47,7 @@ def launch_decoder(
         sources: by default, the addresses of the payloads.
     """
     device = payloads[0].device
+    # With `add` no kernel sets or reads the flag, so it need not be cleared.
     flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
     sources = table(device, pointers(payloads)) if sources is None else sources
     arguments = (sources, *tables, flag, len(outs), len(payloads), weight)

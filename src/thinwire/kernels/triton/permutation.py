@@ -89,6 +89,7 @@ def _mark(rows, key_table, marks, num_segments, TILE: tl.constexpr):
     item = start + tl.arange(0, TILE)
     mask = item < count
     numbers = permute(key, item.to(tl.uint32), bits)
+    # All numbers of a tile wait for its last; those inside stay as they are.
     while tl.max((mask & (numbers >= numel)).to(tl.int32)) > 0:
         numbers = tl.where(mask & (numbers >= numel), permute(key, numbers, bits), numbers)
     tl.store(marks + tl.load(rows + 4 * num_segments + segment) + numbers, tl.full([TILE], 1, tl.uint8), mask=mask)

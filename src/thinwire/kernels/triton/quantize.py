@@ -46,6 +46,7 @@ def _round(x, scale, _second, u, _level_table, PARAMETERS: tl.constexpr):
     steps = tl.full(scale.shape, STEPS, tl.float32)
     usable = is_finite(scale) & (scale > 0)
     t = (x * tl.div_rn(steps, scale) + STEPS) * 0.5
+    # The cast cuts off: below zero this is no floor, but the clamp gives 0 either way.
     codes = tl.where(usable, t + u, 0.0).to(tl.int32)
     codes = tl.minimum(tl.maximum(codes, 0), STEPS)
     return codes, (2 * codes - STEPS).to(tl.float32) * tl.div_rn(scale, steps)

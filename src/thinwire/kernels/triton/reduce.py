@@ -22,6 +22,7 @@ def all_finite(tensors: list[Tensor]) -> Flag:
         return True
     device = tensors[0].device
     bad = torch.zeros(1, dtype=torch.int32, device=device)
+    # All segments share one place.
     _find_nonfinite(tensors, bad, [0] * len(tensors), [1] * len(tensors))
     return flag_of(bad[0] == 0)
 
@@ -59,6 +60,7 @@ def _mark(rows, out, num_segments, NAN: tl.constexpr, VECTOR: tl.constexpr, TILE
     inside = offset < load_size(rows + 2 * num_segments + segment, VECTOR) - start
     x = tl.load(load_pointer(rows + num_segments + segment, VECTOR) + start + offset, mask=inside, other=0.0)
     if tl.min(is_finite(x).to(tl.int32)) == 0:
+        # A segment without values has no place of its own.
         if tl.load(rows + 4 * num_segments + segment) > 0:
             place = out + tl.load(rows + 3 * num_segments + segment)
             if NAN:

@@ -28,6 +28,7 @@ OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
 
 @family._gather.runs_on("triton")
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    # Zeros, because nothing is written for an index outside of its segment.
     values = torch.zeros(indices.numel(), device=indices.device)
     _start(xs, indices, values, counts, 0.0, "gather")
     return values
@@ -40,6 +41,7 @@ def write(outs: list[Tensor], indices: Tensor, values: Tensor, counts: list[int]
 
 @family._clear.runs_on("triton")
 def clear(outs: list[Tensor], indices: Tensor, counts: list[int]) -> None:
+    # The kernel reads no values to clear, so any tensor may stand for them.
     _start(outs, indices, indices, counts, 0.0, "clear")
 
 

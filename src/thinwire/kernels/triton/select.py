@@ -57,6 +57,7 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
     """Three launches; the host waits for the counts, because they are the sizes of the result."""
     device = xs[0].device if xs else torch.device("cpu")
     first_tile = starts(tiles_of(numels_of(xs), TILE))
+    # As bits, like the magnitudes that the kernel compares them with.
     bits = torch.tensor(thresholds, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
     layout = [first_tile[:-1], pointers(xs), numels_of(xs), bits]
     before = torch.empty(first_tile[-1], dtype=torch.int32, device=device)
@@ -123,10 +124,11 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
     inside = column < size[:, None]
     x_ptr = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
     x = tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0)
+    # No magnitude is as low as -1, so what lies outside is never kept.
     bits = tl.where(inside, magnitude(x), -1)
 
     threshold = tl.zeros([ROWS], tl.int32)
-    for i in range(31):
+    for i in range(31):  # a magnitude has no sign bit
         higher = threshold | (1 << (30 - i))
         reach = tl.sum((bits >= higher[:, None]).to(tl.int32), axis=1)
         threshold = tl.where(reach >= count, higher, threshold)
@@ -145,6 +147,7 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
     program = tl.program_id(0)
+    # `VECTOR` is 1, because this table has segments of any alignment.
     segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
     threshold = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
     tl.store(counts + program, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))

@@ -39,7 +39,7 @@ TILE_WORDS = 512
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
     device = xs[0].device if xs else torch.device("cpu")
     out, limits = torch.empty(num_scales, device=device), torch.empty(len(xs), device=device)
-    clips = math.isfinite(clip)
+    clips = math.isfinite(clip)  # an infinite clip limits nothing, and so needs no moments
     if clips:
         moments = block_sums(xs, device, "moments", least_buckets=1)
         sizes = (len(xs), moments.num_blocks, clip)
@@ -193,10 +193,12 @@ def _encode(
         inside = (place < width) & (position < numel)
         x = tl.load(x_ptr + position, mask=inside, other=0.0)
         scale = _load_scales(rows, scales, num_segments, segment, position, inside, BUCKET)
+        # `0 * segment` is a zero with a type, which `position_of` converts.
         u = uniform(key, position_of(0 * segment, position))
         r = x * tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         usable = is_finite(scale) & (scale > 0)
         value = tl.where(usable, (u < r).to(tl.int32) - (u < -r).to(tl.int32), 0)
+        # The format asks for digits of 0 beyond the last element.
         packed += tl.where(inside, (value + 1) * (BASE**digit), 0)
         if RESIDUAL:
             store_residual(rows, num_segments, segment, position, inside, x - value.to(tl.float32) * scale, VECTOR)
@@ -204,6 +206,7 @@ def _encode(
     if BASE == 3:
         tl.store(address + word, packed.to(tl.uint8), mask=place < width)
     else:
+        # As floats, which are four bytes too: `store_floats` takes any address.
         store_floats(address, word, packed.to(tl.float32, bitcast=True), place < width, ALIGNED)
 
 

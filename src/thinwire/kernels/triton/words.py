@@ -57,6 +57,7 @@ def _encode(rows, words, out, num_segments, bits, TILE: tl.constexpr):
     packed = tl.zeros([TILE], tl.int32)
     for i in tl.static_range(8):
         position = byte * 8 + i
+        # Without bits there are no bytes and no programs, so nothing is divided by zero.
         word = position // bits
         value = tl.load(words + word, mask=word < count, other=0)
         packed = packed | (((value >> (position - word * bits).to(tl.int32)) & 1) << i)
