@@ -141,6 +141,7 @@ def averager_of_part(value: object, text: str) -> tuple[str, str] | None:
     """
     if isinstance(value, Codec):
         loses = not (value.traits.unbiased or value.traits.lossless or value.traits.votes)
+        # A codec that loses with a bias needs a memory; the others do not.
         return "codec", f"Mean({text}{', ErrorFeedback()' if loses else ''})"
     if isinstance(value, Memory):
         return "memory", f"Mean(TopK(0.01), {text})"
@@ -185,6 +186,7 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
     """
     narrow = []
     for result, t in zip(results, tensors, strict=True):
+        # `result_buffers` may have given out the tensor itself.
         if result.data_ptr() != t.data_ptr():
             t.copy_(result)
             if torch.promote_types(t.dtype, result.dtype) != t.dtype:

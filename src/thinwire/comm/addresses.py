@@ -20,6 +20,7 @@ def parse_address(text: str) -> tuple[str, int]:
         (('relay.example.org', 29600), ('::1', 80))
     """
     host, _, port = text.rpartition(":")
+    # `isdigit` alone takes superscripts too, which `int` refuses.
     if not (host and port.isascii() and port.isdigit() and int(port) < 1 << 16):
         raise ValueError(f"expected HOST:PORT, such as worker.example.org:29500, got {text!r}")
     return host.strip("[]"), int(port)
@@ -73,6 +74,7 @@ def own_address(interface: str | None = None, meeting: str | None = None) -> tup
         )
     master = meeting or os.environ.get("MASTER_ADDR") or socket.gethostname()
     with contextlib.suppress(OSError):
+        # Any port will do, because nothing is sent.
         family, kind, _, _, address = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as probe:
             probe.connect(address)  # sends nothing
@@ -86,6 +88,7 @@ def _interface_address(interface: str) -> tuple[socket.AddressFamily, str] | Non
 
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             SIOCGIFADDR = 0x8915
+            # The kernel's names of interfaces have at most 15 characters.
             answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         return socket.AF_INET, socket.inet_ntoa(answer[20:24])
     except (ImportError, OSError):

@@ -37,6 +37,7 @@ class Background:
     def submit(self, call: Callable[[], Any]) -> Handle:
         """Run `call` after those before it; the handle has its result or its error."""
         if self._thread is None:
+            # The thread refers to the queue alone, so that this object can become garbage while it runs.
             self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
             self._thread.start()
         future: Future[Any] = Future()

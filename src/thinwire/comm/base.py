@@ -160,6 +160,7 @@ class Communicator(Rounds, ABC):
     def barrier(self) -> None:
         """Return when every worker has called it."""
         self.start_barrier().wait()
+        # On a GPU, `wait` holds up the stream and not the host.
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).synchronize()
 

@@ -41,6 +41,7 @@ class Layout:
             raise ValueError(f"Layout: order must have each rank below {size} once, got {self.order}.")
         if self.workers_per_node < 1 or size % self.workers_per_node:
             raise ValueError(f"Layout: workers_per_node={self.workers_per_node} must divide the {size} workers.")
+        # Floats add up to 1 only nearly.
         if self.shares and (len(self.shares) != size or min(self.shares) < 0 or abs(sum(self.shares) - 1) > 1e-6):
             raise ValueError(f"Layout: shares must be {size} numbers that add up to 1, got {self.shares}.")
 
@@ -84,6 +85,7 @@ def group_over(ranks: list[int]) -> dist.ProcessGroup:
     Raises:
         ValueError: this PyTorch sorts the ranks of every group.
     """
+    # Without this option, all ranks of the default group would have to take part.
     options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
     try:
         group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False, **options)

@@ -128,6 +128,7 @@ class Ledger:
 
     def snapshot(self) -> Ledger:
         """A copy that later calls leave alone."""
+        # A list, because another thread may record a new collective meanwhile.
         return replace(self, collectives={name: replace(traffic) for name, traffic in list(self.collectives.items())})
 
     def since(self, snapshot: Ledger) -> Ledger:

@@ -135,6 +135,7 @@ class Mail:
     def post(self, box: Box, letter: Message | None) -> None:
         """Puts a message for a channel into its box; None wakes its readers."""
         with self._changed:
+            # One wake that nobody has read yet is enough.
             if letter is not None or None not in self._boxes[box]:
                 self._boxes[box].append(letter)
             self._changed.notify_all()
@@ -203,6 +204,7 @@ class LocalCommunicator(Communicator):
         return start()
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+        # Others may read it after this worker's sum has overwritten `tensor`.
         own = tensor.clone()
         others = self._others([own] * self.size)
         take = self._post(others, list(others))
@@ -229,6 +231,7 @@ class LocalCommunicator(Communicator):
         return finish
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+        # One copy of each tensor, to however many peers it goes.
         copies = {id(tensor): tensor.clone() for tensor in sends.values()}
         take = self._post({peer: copies[id(tensor)] for peer, tensor in sends.items()}, list(receives))
         return lambda: self._store(receives, take())

@@ -90,6 +90,7 @@ class Messenger:
             if peer not in self._lost:
                 self._send(peer, kind, payload)
         self._has_ended = True
+        # So that the receiving thread sees that all has ended.
         self._channel.wake()
         self._channel.close()
 

@@ -266,6 +266,7 @@ class _Groups:
         """One that was given back, or a new one. All ranks take and give back in the same order."""
         if self._idle:
             return self._idle.pop(0)
+        # Only where it matters, because older versions of PyTorch do not know `sort_ranks`.
         order: dict[str, Any] = {} if sorted(self._ranks) == self._ranks else {"sort_ranks": False}
         with contextlib.nullcontext() if self._everyone else _without_device():
             group: dist.ProcessGroup = dist.new_group(

@@ -82,6 +82,7 @@ def _started(
     parent, child = context.Pipe()
     process = context.Process(target=_work, args=(child, *arguments), daemon=True)
     process.start()
+    # Callbacks run in reverse order: first the kill, then the join.
     stack.callback(process.join)
     stack.callback(process.kill)
     child.close()  # so that the parent's end tells of the child's death
@@ -105,6 +106,7 @@ def _collect(connections: list[Connection]) -> list[Any]:
 def _work(connection: Connection, rank: int, size: int, store: str, timeout_seconds: float, task: bytes) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes of a terminal; the parent answers it
     if sys.platform == "linux":
+        # All workers are on this machine.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     torch.set_num_threads(1)
     watcher = threading.Thread(target=_end_with_parent, args=(connection,), daemon=True)

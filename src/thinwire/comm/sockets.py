@@ -41,6 +41,7 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
     read = bytearray()
     while len(read) < size:
         if deadline is not None:
+            # A timeout of 0 would make the socket non-blocking.
             connection.settimeout(max(0.001, deadline - time.monotonic()))
         part = connection.recv(size - len(read))
         if not part:
@@ -78,6 +79,7 @@ def be_patient(connection: socket.socket, silent_seconds: int) -> None:
     """
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Ten idle seconds, and then probes every two, add up to `silent_seconds`.
     probes = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 2, "TCP_KEEPCNT": max(3, (silent_seconds - 10) // 2)}
     for name, value in {**probes, "TCP_USER_TIMEOUT": 1000 * silent_seconds}.items():
         if option := getattr(socket, name, None):  # macOS lacks some

@@ -118,6 +118,7 @@ def asynchronous_diloco(
         >>> tw.strategy.asynchronous_diloco(every=50, quorum=2)
         Local(Mean(), every=50, outer=OuterSGD(momentum=0.4), delay=3, quorum=Quorum(workers=2))
     """
+    # With 0.9 a quorum of two of four ended far behind (docs/negative-results.md).
     momentum = momentum if momentum is not None else 0.8 if quorum is None else 0.4
     averager = Mean() if bits is None else Mean(QSGD(bits=bits), min_ndim=0)
     return Local(averager, every, OuterSGD(lr, momentum), fragments=fragments, delay=delay, quorum=Quorum(quorum))
@@ -245,6 +246,7 @@ def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
         >>> tw.strategy.no_loco(every=20).averager
         Mix(RandomPairs())
     """
+    # The outer step multiplies all by `lr`, and the published term has no such factor.
     return Local(Mix(RandomPairs(seed)), every, OuterSGD(lr, momentum, nesterov=False), pull=gamma / lr)
 
 

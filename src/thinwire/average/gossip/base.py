@@ -99,6 +99,7 @@ class GossipAverager(Averager):
         state.layout.check(tensors)
         comm.ledger.dense_numel += state.layout.numel
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
+        # Set last: a start that raises leaves no round in flight.
         state.progress, state.in_flight = state.progress._replace(step=state.progress.step + 1), True
 
         def arrived() -> Callable[[NamedTensors], None]:
@@ -159,6 +160,7 @@ class GossipAverager(Averager):
         A topology that cannot connect this many workers gives way to `Ring()`, until it can again.
         """
         state.topology = self._topology_of(comm.size)
+        # All workers choose alike, so one warning is enough.
         if state.topology != self.topology and comm.rank == 0:
             warnings.warn(f"{self}: {self.topology} cannot connect {comm.size} workers, so a ring does", stacklevel=2)
         # Workers that left took their part of the weight with them.
@@ -166,6 +168,7 @@ class GossipAverager(Averager):
         state.weight *= comm.size / weights.item()
         if state.memory is not None:
             self.regroup_memory(state, tensors, comm, before)
+        # Step sizes follow from the graph, which has changed.
         state.step_control = self.init_step_control(state, tensors, comm)
 
     def _topology_of(self, size: int) -> Topology:
@@ -184,6 +187,7 @@ class GossipAverager(Averager):
     def _start(self, state: GossipState, comm: Communicator, own: Parts) -> Arrive:
         topology, progress = state.topology, state.progress
         if isinstance(topology, Hierarchical) and topology.workers_per_node > 1 and comm.size > 1:
+            # A copy: the round runs in `wait`, and the caller may change the tensors before.
             x = flat(own)
 
             def begin(near: Neighbours, mean: Parts) -> Arrive:

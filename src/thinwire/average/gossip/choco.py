@@ -90,9 +90,11 @@ class Choco(FittedGossip):
 
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
+        # Workers compare hashes, because gathering the values would cost as much as a dense round.
         own = "" if x.is_meta else hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest()  # meta: no values
         digests = comm.gather_objects(own)
         is_finite = kernels.flags.read(kernels.all_finite([x]))
+        # A copy that is not finite would stay so: `_absorb` adds nothing that is not finite to the copies.
         start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, torch.zeros_like(start, dtype=torch.float64))
 
@@ -105,6 +107,7 @@ class Choco(FittedGossip):
                 memory.public.zero_()
         own = memory.public.double()
         memory.gap = torch.zeros_like(own)
+        # The messages are dense copies, so `dict` takes them as they are.
         for peer, theirs in Round(comm, state.clock, state.progress, *near).exchange(memory.public, dict)().items():
             memory.gap.add_(theirs.double() - own, alpha=near.receives[peer])
 
@@ -130,6 +133,7 @@ class Choco(FittedGossip):
         copies, gaps = memory.layout.parts(memory.public), memory.layout.parts(memory.gap)
         step = self.step_in_force(state)
         quantizer, numels = codec.traits.quantizer, [t.numel() for t in targets]
+        # The kernel changes the copies at once, so all messages must be finite before.
         if quantizer is not None and all(
             kernels.flags.read(kernels.difference.is_finite(payload, numels, quantizer, factor))
             for payload, factor in messages

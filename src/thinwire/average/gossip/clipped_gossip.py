@@ -103,6 +103,7 @@ class ClippedGossip(GossipAverager):
         )
 
     def init_step_control(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Any:
+        # It has no step size to control, but `diagnostics` shows this record in the same way.
         return Clipping()
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
@@ -121,12 +122,14 @@ class ClippedGossip(GossipAverager):
         """The factor of each neighbour's difference. Neighbours whose values are not finite are left out."""
         # One neighbour at a time, so that only one difference takes memory.
         norms = [norms_of((theirs - own)[None]).view(1) for theirs in received.values()]
+        # The host reads all norms at once.
         found: list[float] = torch.cat(norms).tolist() if norms else []
         distances = {peer: d if math.isfinite(d) else math.inf for peer, d in zip(received, found, strict=True)}
         if self.tau is not None:
             clipping.tau = self.tau
         else:
             largest_first = sorted(distances.values(), reverse=True)
+            # After `regroup` a ring may have too few neighbours for `faulty`; then nothing moves.
             clipping.tau = largest_first[self.faulty] if len(largest_first) > self.faulty else 0.0
         factors = {peer: min(1.0, clipping.tau / d) if d else 1.0 for peer, d in distances.items() if d < math.inf}
         clipping.dropped = {

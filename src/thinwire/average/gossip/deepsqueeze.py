@@ -122,6 +122,7 @@ class DeepSqueeze(FittedGossip):
             lost.sub_(change)
             if not kernels.flags.read(finite):
                 lost.zero_()
+        # `weights[0]` is the sum of the other weights: each message counts by its difference to the own one.
         change.mul_(-weights[0])
         for (payload, factor), weight in zip(messages[1:], weights[1:], strict=True):
             codec.decode_add(payload, layout.split(change), factor * weight)

@@ -90,6 +90,7 @@ class FittedGossip(GossipAverager):
                 messages = [opened(m, self.step_size is None) for m in (message, *received.values())]
                 weights = [own_weight, *(round.receives[peer] for peer in received)]
                 finite = absorb(targets, messages, weights)
+                # After `absorb`, so that a new step size holds from the next round on.
                 if state.step_control is not None:
                     state.step_control.agree(received)
                 return finite

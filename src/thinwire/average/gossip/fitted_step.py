@@ -87,7 +87,9 @@ class FittedStep(State):
         """
         squares, product, size = sums
         finite = squares.isfinite() & size.isfinite()
+        # Where nothing can be measured, the payload counts as it is.
         factor = torch.where(finite & (squares > 0), (product / squares).clamp(min=0.0), 1.0).float()
+        # With the factor as it is sent, in float32.
         share = (factor.double() * product / size).clamp(0.0, 1.0).float()
         mean = torch.where(self.kept < 0, share, MEMORY * self.kept + (1.0 - MEMORY) * share)
         self.kept = torch.where(finite & (size > 0), mean, self.kept)
@@ -100,6 +102,7 @@ class FittedStep(State):
             payload: uint8, of the vector that was fitted last.
             step: of the round.
         """
+        # The smallest share is the largest of the negated ones; an unknown one, -1, keeps the step at zero.
         trailer = torch.cat([self.factor.view(1), self.maxima.sent(-self.kept.view(1), step)])
         return torch.cat([payload, trailer.view(torch.uint8)])
 

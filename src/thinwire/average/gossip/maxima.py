@@ -51,6 +51,7 @@ class Maxima(State):
             # Where steps repeat, so does the number of rounds: the cache of `rounds_to_reach_all` needs one period.
             periodic = self.topology.steps(self.size) == range(self.topology.period(self.size))
             start = step % self.topology.period(self.size) if periodic else step
+            # One worker alone needs 0 rounds, and a window has at least one.
             self.span = max(1, rounds_to_reach_all(self.topology, self.size, start))
         return self.flying
 

@@ -68,6 +68,7 @@ class Mix(GossipAverager):
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         with state.clock("encode"):
+            # A copy, because the tensors may change while the messages fly.
             sent = flat(own)
 
         def merge(received: dict[int, Tensor]) -> Apply:

@@ -181,6 +181,7 @@ class Moniqua(GossipAverager):
 
 def _range_of_all(x: Tensor, comm: Communicator) -> float:
     """The largest element of all workers minus the smallest: no two workers differ by more. 1 if that is zero."""
+    # Tensors on the meta device, which plans use, have no values.
     finite = x[x.isfinite()] if not x.is_meta else x[:0]
     own = (finite.min().item(), finite.max().item()) if finite.numel() else None
     bounds = [pair for pair in comm.gather_objects(own) if pair is not None]

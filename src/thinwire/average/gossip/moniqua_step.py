@@ -65,6 +65,7 @@ class Edge:
     def of(cls, own: Tensor, theirs: Tensor, sums: Tensor) -> Edge:
         """From both messages and the sums of their crossings."""
         is_finite = kernels.flags.read(kernels.all_finite([_half(own), _half(theirs)]))
+        # int64 wraps, so the sums compare modulo 2^64.
         return cls(sums, bool(sums[0] == _check(theirs) - _check(own)), is_finite)
 
 
@@ -141,12 +142,14 @@ class MoniquaStepControl(State):
             numel: elements.
         """
         for edge in edges:
+            # Values that are not finite say nothing about the bound.
             if not edge.is_finite:
                 continue
             if not edge.holds:
                 self.failed = torch.ones_like(self.failed)
             elif numel:
                 now = (edge.sums[1:].double() / numel).float()
+                # All edges of a round together count as one step of the running mean.
                 keep = MEMORY ** (1.0 / len(edges))
                 self.seen = torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now)
 
@@ -171,6 +174,7 @@ class MoniquaStepControl(State):
         before, self.earlier_theta = self.earlier_theta, self.theta
         if failed:
             self.has_failed, self.streak = True, min(self.streak, 0) - 1
+            # The failure was at the bound of the window before, so that one grows.
             self.theta = max(self.theta, before * (GROW if self.streak > -3 else GROW_FAST))
         elif seen:
             self.streak = max(self.streak, 0) + 1

@@ -50,6 +50,7 @@ def mix_nodes(
         state.finite = kernels.flags.both(state.finite, apply(state.layout.parts(mixed)))
         comm.exchange(dict.fromkeys(others, pack_weighted(state.weight, mixed)), {}).wait()
     else:
+        # Sent before the wait: the leader answers only after it has heard from all members.
         up = comm.exchange({leader: own}, {})
         result = debug.empty(WEIGHT_NBYTES + own.element_size() * own.numel(), dtype=torch.uint8, device=own.device)
         comm.exchange({}, {leader: result}).wait()

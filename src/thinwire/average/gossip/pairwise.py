@@ -89,6 +89,7 @@ class PairwiseState(State):
     def publish(self, tensors: NamedTensors) -> None:
         """Add the pending changes to the parameters, and remember the result."""
         with self.lock, self.clock("publish"):
+            # `flatten` has made a copy, which may be changed.
             wanted = self.layout.flatten(tensors).cpu().add_(self.changes)
             for (_, t), part in zip(tensors, self.layout.split(wanted), strict=True):
                 t.detach().copy_(part)
@@ -98,6 +99,7 @@ class PairwiseState(State):
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, keyed by tensor name; each worker saves its own."""
+        # The thread that averages may change the vectors meanwhile.
         with self.lock:
             return super().state_dict()
 
@@ -107,6 +109,7 @@ class PairwiseState(State):
             super().load_state_dict(saved)
 
     def _move(self, theirs: Tensor, own: Tensor) -> None:
+        # Both ends subtract the same two vectors, so their changes are exactly opposite.
         self.changes.add_(theirs - own, alpha=0.5)
         self.averaged += 1
 

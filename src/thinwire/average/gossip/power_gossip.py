@@ -227,6 +227,7 @@ class _HalfStep:
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
         p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
         finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
+        # On a GPU the flag is a tensor, and `torch.where` decides without a wait of the host.
         if finite is not True:
             shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
             drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
@@ -236,6 +237,7 @@ class _HalfStep:
 
     def _draw(self, peer: int, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
+        # Ordered, so that both ends draw the same p.
         low, high = sorted((self.round.comm.rank, peer))
         edge = 0 if self.averager.shared_p else 1 + low * self.round.comm.size + high
         key = kernels.random.Key.of(self.state.seed, name, edge, self.state.memory.half_steps).mixed()
@@ -277,11 +279,13 @@ class _HalfStep:
                 p, others = self.p[peer][i], self._sides(i)[1]
                 q = difference[offset : offset + others * len(p)].view(others, len(p))
                 offset += q.numel()
+                # A view would keep the whole `difference` in memory.
                 warm[name] = q.clone()
                 factors[i].append((p, q.t() * (weight * self.averager.step_size)))
         matrices = {}
         for i, pairs in factors.items():
             if pairs:
+                # All edges together are one change, of the sum of their ranks, which takes one pass.
                 p, q = (torch.cat(side) for side in zip(*pairs, strict=True))
                 matrices[i] = (self.matrices[i][2], *((p, q) if self.left else (q, p)))
         return _LowRankChange(matrices, vectors)
@@ -296,6 +300,7 @@ def _orthonormal(p: Tensor, signs: bool) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(p)
     if signs:
         rounded = torch.where(p < 0, -1.0, 1.0) / math.sqrt(p.shape[0])
+        # Dividing by False gives infinity, and `norm * 0` keeps NaN: no branch on the host is needed.
         return rounded / (norm > 0) + norm * 0.0
     if p.shape[1] == 1:
         return p / norm

@@ -68,6 +68,7 @@ class PushSum(GossipAverager):
                 state.weight += own_weight * weight
                 for peer, (their_weight, _) in theirs.items():
                     state.weight += round.receives[peer] * (their_weight - weight)
+                # The x that was sent, because the targets may have changed since.
                 x, xs = unpack_weighted(sent, dtype)[1], [x for _, x in theirs.values()]
                 return add_differences(x, xs, weights, own_weight)(targets)
 

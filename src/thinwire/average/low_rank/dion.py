@@ -113,6 +113,7 @@ class Dion(Averager):
         matrices = [(name, t.detach()) for name, t in tensors if name in state.q]
         dense = [t.detach() for name, t in tensors if name not in state.q]
         with state.clock("compensate"):
+            # Momentum is unscaled, and gradients carry the loss scale.
             bs = [torch.add(state.momentum[n], t.float().reshape(len(t), -1), alpha=1 / scale) for n, t in matrices]
         return Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
 
@@ -152,6 +153,7 @@ class Dion(Averager):
                     torch.addmm(b, p, r, alpha=self.mu - 1.0),
                     _unit_rows(r, state.q[name]),
                 )
+                # Results carry the loss scale, as gradients do.
                 update = p @ unit * (scale * sqrt(b.shape[0] / b.shape[1]))
                 target.copy_(update.view(target.shape))
             for t, total in zip(dense, sums[len(matrices) :], strict=True):

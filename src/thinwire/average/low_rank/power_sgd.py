@@ -216,11 +216,13 @@ class PowerSGD(Averager):
         with clock("encode"):  # while the all-reduce runs
             if memory is not None:
                 kernels.low_rank.add(xs, rows, [-p for p in ps], own_qs)  # what this worker did not send
+            # They were sent whole, so nothing is left of them.
             for d in (d for d in dense if d.remembers):
                 d.x.zero_()
         new_qs = wait()
         with clock("decode"):
             state.pending_q.update((m.name, _rescaled(new, q)) for m, new, q in zip(matrices, new_qs, qs, strict=True))
+            # The factor goes into Q, which is smaller than the result.
             scaled = [q * (m.scale / comm.size) for m, q in zip(matrices, new_qs, strict=True)]
             finite = _store_products([m.target for m in matrices], ps, scaled)
             for d, total in zip(dense, sums[len(matrices) :], strict=True):

@@ -64,8 +64,10 @@ class ClipByNorm(Clip):
     max_norm: float
 
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:
+        # In float64, squares of float32 values neither overflow nor vanish.
         own = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         factor: Tensor = self.max_norm / math.sqrt(num_workers) / own
+        # A norm of zero makes the factor infinite, and the clamp makes it 1.
         return gradient.float() * factor.clamp(max=1.0).float()
 
 

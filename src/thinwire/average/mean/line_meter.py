@@ -92,6 +92,7 @@ class LineMeter:
         self._since = (time.perf_counter() if now is None else now) if self._since is None else self._since
         if not self._committed:
             return
+        # In the order of sending, because `sent` is the first field.
         messages, latency = sorted(self._messages), min(self._latencies, default=0.0)
         if messages:
             waits = waited - self._waited
@@ -102,6 +103,7 @@ class LineMeter:
                 for last in messages[i:]:
                     total += last.num_bytes
                     seconds = last.arrived - messages[i].sent - last.steps * latency
+                    # The latency was measured at other times, and may exceed what this message took.
                     self._rate = max(self._rate, total / max(seconds, 1e-9))
                 after += messages[i].num_bytes
                 self._left.append((needed - messages[i].sent + max(0.0, messages[i].waited - self._waited), after))

@@ -265,6 +265,7 @@ class Mean(Averager):
         targets = [(name, t.detach()) for name, t in tensors]
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         job, codec = self._job(state, targets, comm, scale)
+        # A rule needs each worker's message, which an all-reduce would add up.
         word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
         flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
         if self._follows_line:
@@ -359,6 +360,7 @@ class Mean(Averager):
             self.rule.check_size(comm.rank, comm.size)
             state.rule.regroup(before, comm.size)
         old = state.owner_memory
+        # Before the first commit owners remember nothing, so the exchange may still change.
         remembers = EXCHANGES[state.exchange].has_owners and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
@@ -385,6 +387,7 @@ class Mean(Averager):
         if rule is None or rule_state is None:
             return None
         names, numels = [name for name, _ in [*encoded, *dense]], [t.numel() for _, t in [*encoded, *dense]]
+        # Without the rank, so that all workers draw the same numbers.
         seed = Key(state.seed, 0, state.progress.step).mixed()
 
         def combine(rows: Tensor) -> Tensor:
@@ -440,6 +443,7 @@ class Mean(Averager):
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(flight.job.dense)
         follows = self._follows_line
+        # Messages had come before they were decoded, so the time of decoding is subtracted.
         decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
         finite = flight.finish(totals, dense_total)
         if follows:

@@ -46,6 +46,7 @@ def sparse(
     """
     require_integer("sparse: warmup_steps", warmup_steps, 0)
     if warmup_steps > 0 and not isinstance(ratio, Schedule):
+        # A ratio above a quarter starts at its final value.
         ratio = GeometricWarmup(ratio, warmup_steps, start=max(ratio, 0.25), unit="step")
     codec = TopK(ratio) if bits is None else chain(TopK(ratio), QSGD(bits=bits))
     return Mean(codec, ErrorFeedback(), exchange=exchange)

@@ -89,6 +89,7 @@ class MeanState(State):
                 line = UNKNOWN if part.line_share is None else self.meter.take(part.line_share)
                 own, began = part.statistics(self.codec, step, line).to(device), time.perf_counter()
                 statistics = comm.all_gather(own).wait()
+                # With so few bytes, nearly all of the time is latency.
                 self.meter.add_latency(time.perf_counter() - began)
                 learned = part.learn(self.codec, statistics).to(device)
                 self.codec_before = copy.deepcopy(self.codec)  # until the round is committed

@@ -156,6 +156,7 @@ def gram(rows: Tensor) -> Tensor:
     """
     products = torch.zeros(len(rows), len(rows), dtype=torch.float64, device="cpu")
     for i, row in enumerate(rows):
+        # Products are symmetric, so row i needs only those with itself and later rows.
         products[i, i:] = products[i:, i] = dots(rows[i:], row).cpu()
     return products
 

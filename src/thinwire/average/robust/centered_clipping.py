@@ -52,6 +52,7 @@ class CenteredClipping(Rule):
     def combine(self, messages: Messages) -> Combined:
         assert messages.center is not None  # has_center asks for it
         v, (norms, factors) = messages.center, self._factors(messages.rows, messages.center)
+        # Workers are judged by their distance to the last result, not to those of later iterations.
         dropped = norms * (1 - factors)
         for iteration in range(self.iterations):
             if iteration > 0:
@@ -64,5 +65,6 @@ class CenteredClipping(Rule):
 
     def _factors(self, rows: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """The distance of each row to v, and the factor that clips it."""
+        # One row at a time, so that only one difference takes memory.
         distances = torch.cat([norms_of((row - v)[None]) for row in rows])
         return distances, clip_factors(distances, self.tau)

@@ -25,9 +25,11 @@ def has_common_support(codec: Codec) -> bool:
         [True, True, False]
     """
     codec = resolve(codec, Progress())
+    # These codecs choose by magnitude, each worker for itself.
     if codec.traits.sparse is not None:
         return False
     x, key = torch.ones(64, device="cpu"), Key(0, 0, 0)
+    # A support of None means that every element is sent.
     return codec.traits.shared_key or codec.support(codec.encode([x], [key]), [x.numel()], [key]) is None
 
 
@@ -53,6 +55,7 @@ class CoordinateRule(Rule):
 
     def combine(self, messages: Messages) -> Combined:
         ends, result = self.ends(messages), torch.empty_like(messages.rows[0])
+        # One column at least, however many workers there are.
         columns = max(1, _SORTED // len(messages.rows))
         for rows, out in zip(messages.rows.split(columns, -1), result.split(columns), strict=True):
             out.copy_(mean_of_rows(rows.sort(0).values[ends : len(rows) - ends]))

@@ -53,10 +53,12 @@ class GeometricMedian(Rule):
         for _ in range(self.iterations):
             towards = weighted_sum(products, weights)  # <x_i, z>
             squared = squares - 2 * towards + _total(weights * towards)
+            # Rounding may leave a square just below zero.
             inverse = 1 / squared.clamp(min=0).sqrt().clamp(min=self.nu)
             weights = inverse / _total(inverse)
         return Combined(weighted_sum(messages.rows, weights))
 
 
 def _total(vector: torch.Tensor) -> float:
+    # `fsum` rounds once, so the order of the sum does not matter and all workers get the same bits.
     return math.fsum(vector.tolist())

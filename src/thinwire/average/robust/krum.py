@@ -54,9 +54,11 @@ class Krum(Rule):
         distances = (squares[:, None] + squares[None] - 2 * products).clamp(min=0)
         # A message is no neighbour of itself.
         distances.fill_diagonal_(float("inf"))
+        # If more workers than expected are left out, the published number may be below one.
         nearest = distances.sort(1).values[:, : max(1, min(len(rows) - 1, len(rows) - faulty - 2))]
         # Python adds in the order of the list, on every machine.
         scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64, device="cpu")
+        # In rank order again, because the bits of a sum depend on its order.
         chosen = scores.sort(stable=True).indices[: min(self.selected, len(rows) - faulty)].sort().values
         weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64, device="cpu")
         return Combined(weighted_sum(rows[chosen.to(rows.device)], weights))

@@ -236,6 +236,7 @@ class ThinwireGroup(dist.ProcessGroup):
 
     def _work(self, name: str, opts: Any, handles: list[Handle], results: list[Tensor]) -> ThinwireWork:
         given: Limit = getattr(opts, "timeout", None)
+        # PyTorch's options hold a negative time where no limit was given.
         limit = given if given is not None and given > timedelta(0) else self._limit
         return ThinwireWork(name, finished_after(handles), results, limit)
 
@@ -294,6 +295,7 @@ class ThinwireGroup(dist.ProcessGroup):
         own, into = sends[rank], receives[rank]
         if own is not None and into is not None:
             into.detach().copy_(own.detach().view_as(into))
+        # Each rank begins with another peer, so that none is flooded.
         peers = [(rank + step) % size for step in range(1, size)]
         away = {peer: x.detach().contiguous() for peer in peers if (x := sends[peer]) is not None}
         landings = {peer: _landing(x) for peer in peers if (x := receives[peer]) is not None}

@@ -74,6 +74,7 @@ class TcpChannel(Channel):
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else as_bytes(payload.detach())
         check.message(self._rank, peer, body.numel(), self._max_bytes)
+        # `frombuffer` warns about memory that cannot be written to, such as `bytes`.
         header = torch.frombuffer(bytearray(HEADER.pack(body.numel(), kind)), dtype=torch.uint8)
         parts = [header, body] if body.numel() else [header]
         messages = [TaggedMessage(peer, next(self._sent[peer]), part) for part in parts]

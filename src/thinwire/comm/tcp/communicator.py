@@ -155,6 +155,7 @@ class TcpCommunicator(Communicator):
         gather, own = gathering(store, rank, size, limit), own_address(interface, host_of(store))
         place = Place(*own, credentials, listens, None if relay is None else parse_address(relay))
         comm = cls.__new__(cls)
+        # The limit of the meeting holds while it connects, and no longer.
         comm.limit_seconds = limit
         comm._join(Meeting(rank, size, gather, place, timeout_seconds))
         comm.limit_seconds = math.inf
@@ -284,6 +285,7 @@ class TcpCommunicator(Communicator):
                 return
             self._closed = True
         self._later.close()
+        # What follows on earlier messages still needs the endpoint.
         self._later.join()
         self._endpoint.close(seconds)
         self._tagged.close()

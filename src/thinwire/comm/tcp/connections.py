@@ -129,6 +129,7 @@ class Connections:
         self._listener = socket.socket(place.family)
         if place.listens:
             self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
+        # Without a listener the port is 0, so that nobody dials this worker.
         port = self._listener.getsockname()[1]
         self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")
         self._closed = threading.Event()
@@ -262,6 +263,7 @@ class Connections:
             with self._lock:
                 # `_greet_soon` has removed it already if it made way for others, and that ended the greeting.
                 is_sent_away = self._greeting.pop(connection, None) is None
+            # After `detach` this closes nothing: the engine has the socket.
             connection.close()
         if why and not self._closed.is_set():
             why = SILENT if is_sent_away else why
@@ -370,6 +372,7 @@ class Connections:
             thread.start()
         for thread in threads:
             thread.join()
+        # A refusal counts most: nobody listens there any more, so the peer is dead.
         return min(errors, key=lambda error: not isinstance(error, ConnectionRefusedError), default=None)
 
     def _dial(self, peer: int) -> socket.socket:

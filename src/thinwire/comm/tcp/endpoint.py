@@ -102,6 +102,7 @@ class Endpoint:
         described = [
             [(m.peer, m.number, m.memory.data_ptr(), m.memory.numel()) for m in side] for side in (sends, receives)
         ]
+        # Under the lock, because another thread may forget the operation as soon as it is posted.
         with self._lock:
             operation = self.engine.post(*described)
             self._alive[operation] = [message.memory for message in (*sends, *receives)]
@@ -154,6 +155,7 @@ def _secret_in(text: Any) -> bytes:
 
 def _end(engine: Engine, connections: Connections, process: int) -> None:
     """Close what nobody closed before the interpreter ends, so that no thread comes back into an interpreter that is gone."""
+    # A fork has the finalizer too, but not the threads that these calls wait for.
     if os.getpid() == process:
         engine.close(EXIT_SECONDS)
         connections.close()

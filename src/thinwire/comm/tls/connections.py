@@ -165,6 +165,7 @@ class Listener:
 
     def _accept(self) -> None:
         if self._attendance is not None:
+            # At a relay, `Attendance` takes the connections, so that this thread looks at the list alone.
             while not self._closed.wait(LOOK_SECONDS):
                 self._look_at_the_list()
         for caller in callers(self._listener, self._closed, partial(log.warning, "cannot take a connection: %s")):
@@ -213,6 +214,7 @@ class Listener:
             caller = f"{name_in(shown)} at {caller}" if shown else caller
             connection.sendall(ACCEPTED)
             while not self._closed.is_set():
+                # Between two questions a client may be silent as long as it likes; `be_patient` finds dead ones.
                 connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
                 question = read_frame(connection, self._max_bytes)
                 connection.settimeout(UNREAD_SECONDS)
@@ -362,6 +364,7 @@ class Client:
         deadline = time.monotonic() + seconds
         while True:
             try:
+                # No check before: another thread may take the last one meanwhile.
                 connection, is_new = self._idle.pop(), False
             except IndexError:
                 connection, is_new = self._connected(seconds), True

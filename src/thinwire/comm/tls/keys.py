@@ -133,6 +133,7 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
         .subject_name(subject)
         .issuer_name(subject)
         .public_key(public)
+        # It signs workers, and no other CA.
         .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
         .add_extension(
             x509.KeyUsage(**usage, key_cert_sign=True, crl_sign=True, encipher_only=False, decipher_only=False),
@@ -238,6 +239,7 @@ class Issuer:
             x509.CertificateRevocationListBuilder()
             .issuer_name(self._own.subject)
             .last_update(now - BACK)
+            # Once a list has expired, OpenSSL refuses all certificates, so it lives as long as the CA.
             .next_update(now + AUTHORITY_LIFE)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
@@ -248,6 +250,7 @@ class Issuer:
         entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
         made = crl.add_revoked_certificate(entry).sign(self._key, hashes.SHA256())
         _write(listed, made.public_bytes(serialization.Encoding.PEM))
+        # The name is free again.
         path.unlink()
         return listed
 

@@ -168,6 +168,7 @@ class Relay:
             either: set[asyncio.Future[Any]] = {own.joined, hung_up}
             await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            # The read has ended if `cancel` returns False: then this connection has hung up.
             is_there = hung_up.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError):
                 await hung_up
@@ -291,6 +292,7 @@ class Attendance:
         try:
             with self._lock:
                 self._waiting = connection
+            # `close` may have come before it could see this connection.
             if self._closed.is_set():
                 raise ConnectionAbortedError("closed")
             await_other(connection, None)

@@ -70,6 +70,7 @@ class TlsStore(dist.Store):
         deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
         while True:
             try:
+                # Any question will do: the answer shows that the store takes this worker.
                 self._ask(b"count", seconds=max(0.1, deadline - time.monotonic()))
                 _open.add(self)
                 return
@@ -90,6 +91,7 @@ class TlsStore(dist.Store):
         else:
             seconds = self._seconds() if seconds is None else seconds
             try:
+                # The listener may wait so long before it answers.
                 answer = self._client.ask(*question, seconds=seconds + WAIT_SECONDS, is_repeatable=is_repeatable)
             except OSError as error:
                 raise dist.DistNetworkError(f"the store does not answer: {error}") from error
@@ -112,6 +114,7 @@ class TlsStore(dist.Store):
         return self._ask(b"get", key.encode())[1]
 
     def add(self, key: str, number: int) -> int:
+        # Asked twice, it would add twice.
         return int(self._ask(b"add", key.encode(), str(number).encode(), is_repeatable=False)[1])
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:

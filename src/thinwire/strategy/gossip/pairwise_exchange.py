@@ -59,6 +59,7 @@ class PairwiseExchange:
         self._averager, self._state, self._rank, self._size = averager, state, comm.rank, comm.size
         self._partners = averager.partners(comm.rank, comm.size)
         vector_bytes = state.layout.numel * state.layout.dtype.itemsize
+        # A reason may take more bytes than a small model.
         self._channel = comm.open_channel(self._partners, max_bytes=max(vector_bytes, MAX_REASON_BYTES))
         self._serve = self._serve_active if averager.is_active(comm.rank) else self._serve_passive
         self._error: CommunicationError | None = None
@@ -93,6 +94,7 @@ class PairwiseExchange:
         self._is_finished = True
         self._channel.wake()
         self._ended.wait()
+        # Before the join: a thread that failed may still be telling its partners why.
         self.check()
         self._thread.join()
 

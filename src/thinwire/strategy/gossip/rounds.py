@@ -108,6 +108,7 @@ class ParameterRounds:
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
         tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
+        # Only an elastic round can be given up, so only it needs copies.
         before, saved = ([p.clone() for _, p in tensors], self.state.state_dict()) if is_elastic else ([], {})
         try:
             self.averager.step(self.state, tensors, self.comm).wait()
@@ -135,6 +136,7 @@ class ParameterRounds:
         except CommunicationError as error:
             if not self.comm.is_elastic:
                 raise
+            # `absorb` meets the error as if it came with the messages, and the vote gives the round up.
             arrive = partial(_fail, error)
         self._flight = Flight(arrive, self._work, self._background)
 

@@ -100,12 +100,14 @@ class GradientRounds:
         if self._is_open:
             self.abandon()
         self._finisher.close()
+        # After an error the thread may be waiting for a worker that does not answer.
         if not self._is_abandoned:
             self._finisher.join()
 
     def abandon(self) -> None:
         """Give up the round that is open, without waiting for other workers."""
         self._is_abandoned = True
+        # The finishing thread still completes the futures of what was launched.
         self._finish_late()
 
     def _open(self, device: torch.device) -> None:

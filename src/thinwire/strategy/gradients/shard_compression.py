@@ -176,6 +176,7 @@ class _AllGather(_Collective):
         comm.ledger.dense_numel += output_tensor.numel() // 2  # an all-gather sends half of an all-reduce
         parts = output_tensor.view(comm.size, -1)
         if not input_tensor.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
+            # A copy, because the shard may lie in the output, which is overwritten.
             for part, whole in zip(parts, comm.all_gather(input_tensor.clone()).wait(), strict=True):
                 part.copy_(whole)
             return None
@@ -183,6 +184,7 @@ class _AllGather(_Collective):
         with owner.clock("encode"):
             payload = codec.encode(input_tensor, keys[comm.rank])
         with owner.clock("wait"):
+            # The limit bounds the memory that an announced size can take.
             limit = codec.nbytes(input_tensor.numel())
             payloads = comm.all_gather(payload, variable=not codec.traits.fixed_size, limit=limit).wait()
         with owner.clock("decode"):
@@ -218,6 +220,7 @@ class _ReduceScatter(_Collective):
 
 def _decode(codec: Codec, payloads: Sequence[Tensor], out: Tensor, key: Key) -> None:
     """Overwrite `out`, of any float dtype, by the sum of the payloads."""
+    # Codecs write contiguous float32 only.
     is_direct = out.dtype == torch.float32 and out.is_contiguous()
     buffer = out if is_direct else debug.empty(out.numel(), device=out.device)
     codec.decode_sum(payloads, buffer, 1.0, key)

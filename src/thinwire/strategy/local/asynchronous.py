@@ -165,6 +165,7 @@ class AsynchronousRounds:
         if self._quorum.follow_speed:
             every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
             self.every = max(every, step)  # a period in which more steps are done ends at once
+            # Rounded up: with a delay of 0 a slow worker waited for each round (docs/negative-results.md).
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
         self.protocol.delay_seconds = self.delay * self._timer.step_seconds
         for fragment in self._fragments:
@@ -243,9 +244,11 @@ class AsynchronousRounds:
         tokens = [share.tokens for share in shares]
         weights = self._quorum.weights(tokens, late)
         counted, merge = [i for i, weight in enumerate(weights) if weight > 0], self._added(fragment, one)
+        # `MedianNorm` does not clip fewer than three.
         if self._quorum.rule is not None and len(counted) > 2:
             workers = {i: shares[i].worker for i in counted}
             counted, merge = self._clipped(fragment, workers, merge, self._quorum.rule)
+            # Shares that the rule left out count as having no tokens.
             weights = self._quorum.weights([n * (i in counted) for i, n in enumerate(tokens)], late)
         is_finite = True
         for group in [[i] for i in counted] if stale.steps_by_change else [counted] if counted else []:

@@ -120,6 +120,7 @@ class CommitProtocol:
     def __init__(self, quorum: Quorum, num_fragments: int, comm: Communicator, max_bytes: int):
         self.rank, self._quorum = comm.rank, quorum
         self.delay_seconds, self.speed, self.speeds = 0.0, 0.0, dict[int, float]()
+        # Reentrant, because `drain` calls `take` while it holds the lock.
         self._lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(self._lock)
         self._error: CommunicationError | None = None
@@ -135,6 +136,7 @@ class CommitProtocol:
             PhaseEnd(0, [], []),
         )  # the last phase whose rounds are taken, and that all have ended
         self._alarms, self._alarmed = sched.scheduler(time.monotonic), threading.Condition(self._lock)
+        # A share has a head beside its message.
         self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
         self._messenger.start()
         threading.Thread(target=self._serve_alarms, name="thinwire-deadlines", daemon=True).start()
@@ -276,6 +278,7 @@ class CommitProtocol:
         elif kind == "speed":
             self.speeds[source] = float(note["speed"])
         elif kind == "end" and source == self._leader:
+            # The later phase, because the number of the phase is the first field.
             self._ended = max(self._ended, PhaseEnd(*note["end"]))
             self._changed.notify_all()
         elif kind == "ask":
@@ -440,6 +443,7 @@ class CommitProtocol:
     def _serve_alarms(self) -> None:
         with self._lock:
             while self._error is None:
+                # `run` returns the seconds until the next deadline; with None the wait has no end.
                 self._alarmed.wait(self._alarms.run(blocking=False))
 
     # ---- a new view ----
@@ -455,6 +459,7 @@ class CommitProtocol:
         coordinator = min(self._members - self._lost)
         if coordinator == self.rank:
             self._tell(self._alive(), {"is": "ask", "lost": sorted(self._lost), "left": sorted(self._left)})
+            # If this worker alone is left, no report comes.
             self._try_view()
         else:
             self._report(coordinator)
@@ -475,6 +480,7 @@ class CommitProtocol:
     def _report(self, coordinator: int) -> None:
         gone = {"lost": sorted(self._lost), "left": sorted(self._left)}
         self._tell([coordinator], {"is": "ask"} | gone)  # so that it takes the shares of these workers
+        # Before the report, so that the coordinator has these shares when it makes the view.
         self._forward([coordinator])
         self._tell([coordinator], {"is": "report"} | gone | self._knowledge(self._view, self._members))
         self._later(VIEW_SECONDS, partial(self._give_up, self._view, coordinator))
@@ -523,6 +529,7 @@ class CommitProtocol:
         for report in self._reports.values():
             self._know(report)
         others = sorted(alive - {self.rank})
+        # Before the view, so that all have the shares that it names.
         self._forward(others)
         view = {"is": "view"} | self._knowledge(self._view + 1, alive)
         self._tell(others, view)

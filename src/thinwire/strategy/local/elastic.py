@@ -99,6 +99,7 @@ class ElasticExchanges:
             pass
 
     def _has_arrived(self, fragment: Fragment) -> bool:
+        # Nothing is on its way, such as without a delay, or after a round that was given up.
         if fragment.flight is None:
             self.keep(fragment)
             return self.exchange(fragment)

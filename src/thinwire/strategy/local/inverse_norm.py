@@ -79,6 +79,7 @@ class InverseNorm(Algorithm):
             statistics: of this worker and fragment; updated.
             comm: connects the workers; all call this together.
         """
+        # In float64, where the squares of float32 values do not overflow.
         norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in changes]).norm())
         is_outlier = self._is_outlier(norm, statistics)
         own = 0.0 if is_outlier else 1.0 / norm
@@ -92,10 +93,12 @@ class InverseNorm(Algorithm):
             else:
                 g.mul_(factor)
         statistics.num_dropped += is_outlier
+        # Outliers leave the statistics alone, as in EDiT's code for DDP; its code for FSDP counts them.
         if not is_outlier and isfinite(norm):
             self._count(norm, statistics)
 
     def _is_outlier(self, norm: float, statistics: NormStatistics) -> bool:
+        # Its weight, the inverse of the norm, would be infinite.
         if norm == 0:
             return True
         if self.outlier is None:

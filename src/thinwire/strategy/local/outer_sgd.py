@@ -49,5 +49,6 @@ class OuterSGD(Algorithm):
 
     def __call__(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
         """An optimizer over these parameters."""
+        # PyTorch's SGD refuses Nesterov without momentum.
         nesterov = self.nesterov and self.momentum > 0
         return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)

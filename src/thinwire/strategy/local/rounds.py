@@ -93,6 +93,7 @@ def _outer_names(state: LocalState) -> list[str]:
 
 
 def _saved_outer(state: LocalState, outer: torch.optim.Optimizer) -> dict[str, Any]:
+    # `state_dict` refers to the optimizer's own tensors.
     return renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
 
 
@@ -237,6 +238,7 @@ class LocalUpdates(OwnModelAttachment):
             return
         if healed and self._heals_late:
             record, offsets = self._record, sorted(fragment.offset for fragment in self._fragments)
+            # At most up to the step before the next exchange, in which it takes part.
             last = next((offset for offset in offsets if offset > record.step), self._every + offsets[0]) - 1
             ahead = STEPS_AHEAD if self._transaction.missed else 0  # so that the others need not wait for it
             missed = min(self._transaction.missed + ahead, last - record.step)
@@ -391,6 +393,7 @@ class LocalUpdates(OwnModelAttachment):
         beginning = [f for f in self._fragments if self._is_due(f)]
         must_end = beginning or any(fragment.is_sent for fragment in merging)
         if self._elastic is not None and must_end and not self._elastic.end():
+            # It was healed, so what is due follows from another record now.
             self._end_step()
             return
         for fragment in merging:
@@ -403,6 +406,7 @@ class LocalUpdates(OwnModelAttachment):
             self._begin(fragment, self._delay)
             if self._delay == 0 and self._elastic is None:
                 self._merge(fragment, self.strategy.alpha)
+        # Without a delay, what has just begun is exchanged, voted on and merged in the same step.
         if beginning and self._delay == 0 and self._elastic is not None:
             self._end_step()
 
@@ -451,6 +455,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic.keep(fragment)
         elif delay == 0:
             self._ready()
+            # Now no round of another fragment uses the communicator.
             fragment.finite = exchange(fragment)
         if delay == 0:
             return
@@ -623,6 +628,7 @@ class LocalUpdates(OwnModelAttachment):
         factor = self.averager.debias_factor(fragment.state)
         for (_, anchor), p in zip(fragment.anchors, self._parts(fragment), strict=True):
             start = anchor * factor
+            # `lerp` would keep a NaN of the parameters even at alpha 0.
             p.copy_(start if alpha == 0 else torch.lerp(start, p.to(start.dtype), alpha))
         fragment.has_moved = alpha != 0
 

@@ -137,9 +137,11 @@ def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Overwrite each tensor by rank 0's, whatever its layout in memory."""
     whole = [unexpanded(t.detach()) for t in tensors]
     sent = [t.contiguous() for t in whole]
+    # All messages leave before the first one is waited for.
     for handle in [comm.broadcast(t) for t in sent]:
         handle.wait()
     for t, result in zip(whole, sent, strict=True):
+        # Rank 0 has its own values already, and `result is t` was written in place.
         if result is not t and comm.rank:
             t.copy_(result)
 

@@ -55,12 +55,14 @@ def _all_reduce(job: Job) -> Finish:
     assert sum_dtype is not None, f"{job.codec} is not summable"  # `Mean` refuses it
     payload = job.encode(job.tensors, job.keys, job.masked)
     with job.clock("exchange"):
+        # All workers have the same sizes, so all leave out the same collectives.
         handles = [job.comm.all_reduce(part) for part in (payload.view(sum_dtype), job.dense) if part.numel()]
 
     def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
         with job.clock("wait"):
             for handle in handles:
                 handle.wait()
+        # The all-reduce worked in place: `job.dense` and `payload` hold sums now.
         dense_total.add_(job.dense, alpha=1.0 / job.comm.size)
         return job.decode([payload], totals, job.scale / job.comm.size, job.keys)
 
@@ -81,6 +83,7 @@ def _agreed_all_reduce(job: Job, agreement: AgreedCodec) -> Finish:
                     total = torch.stack(job.comm.all_gather(proposal).wait()).amax(0)
             codec = agreement.agreed(total, job.comm.size)
         finite = _all_reduce(replace(job, codec=codec, tensors=own))(totals, dense_total)
+        # The encoder left the residuals in the copies.
         if job.keep_residual and own:
             torch._foreach_copy_(job.tensors, own)
         return finite

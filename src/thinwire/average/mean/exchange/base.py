@@ -132,6 +132,7 @@ class Job:
                 # Memory has selected, so there is one, and the segments receive their residuals.
                 flat = [s.view(-1) for s in segments]
                 payload = sparse.encode_topk(self.selection, flat, [key.mixed() for key in used], flat)
+            # Merged segments are copies, so their residuals go back into the tensors.
             if self.merged and self.keep_residual:
                 for group, segment in zip(filled, segments, strict=True):
                     store_segments([segment], group, merged=True)
@@ -196,6 +197,7 @@ class Job:
                 segments = [debug.empty(size, device=self.dense.device) for size in sizes]
             votes, used = self.codec.traits.votes, self._used(keys)
             if self.by_senders:
+                # `decode_mean` divides by the senders, so this undoes the division by W.
                 finite = self.codec.decode_mean(payloads, segments, weight * len(payloads), used)
             else:
                 finite = self.codec.decode_sum(payloads, segments, 1.0 if votes else weight, used)
@@ -224,6 +226,7 @@ class Job:
     ) -> Flag:
         """As `decode_messages`, each message with a weight of its own. With equal weights it has the same bits."""
         flags, others = list[Flag](), totals
+        # Messages of one weight are decoded together, in one pass.
         for weight, group in groupby(zip(weights, messages, strict=True), key=itemgetter(0)):
             payloads = add_dense([message for _, message in group], dense_total, weight)
             flags.append(self.decode(payloads, others, weight, self.keys))
@@ -362,6 +365,7 @@ def split_bounds(numel: int, size: int, shares: Shares = ()) -> list[int]:
     """
     if not shares:
         return [rank * (numel // size) + min(rank, numel % size) for rank in range(size + 1)]
+    # The sum of shares is only near 1: no bound may lie beyond the end, and the last one is exact.
     return [0, *(round(numel * min(1.0, end)) for end in list(accumulate(shares))[:-1]), numel]
 
 

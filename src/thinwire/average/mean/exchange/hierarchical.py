@@ -64,6 +64,7 @@ class HierarchicalReduce(Exchange):
             message = _encode(job, node_sum)
             messages = yield from node.meet(message, num_bytes, fixed=job.codec.traits.fixed_size)
             if not forward:
+                # `result` is new memory, and `_decode` adds to the dense part.
                 *totals, dense_total = split_like(result, [*job.tensors, job.dense])
                 _decode(job, messages, totals, dense_total.zero_())
         handles = node.pass_on(messages if forward else [result])
@@ -97,6 +98,7 @@ def _encode(job: Job, node_sum: Tensor) -> Tensor:
     payload = job.encode(mean, job.keys)
     if job.keep_residual:
         for x, residual in zip(job.tensors, mean, strict=True):
+            # Memory is in units of the node's sum, and this is the residual of the mean.
             torch.mul(residual, job.workers_per_node, out=x)
     return pack(node_sum[numel:], payload)
 
@@ -174,6 +176,7 @@ def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
             "exchange='hierarchical' needs to know which workers share a node; launch them with torchrun, which sets "
             "LOCAL_WORLD_SIZE, or give Mean(workers_per_node=...)"
         )
+    # A number from the environment is text.
     nodes = int(given) if str(given).isdecimal() else 0
     require(
         nodes >= 1 and comm.size % nodes == 0,

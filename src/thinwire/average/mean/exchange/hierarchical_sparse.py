@@ -106,5 +106,6 @@ def _read(message: Tensor, layout: Regions, job: Job) -> tuple[Summed, Tensor]:
     dense, values, codes, marks = message.split(_sizes(layout, job))
     within = kernels.indices.decode(codes, list(layout.kept), list(layout.numels))
     summed = Summed(layout.globally(within), values.view(torch.float32), dense.view(torch.float32))
+    # Without masks no marks were sent, and nobody reads these.
     delivered = kernels.words.decode(marks, [sum(layout.kept)], 1) if job.masked else torch.zeros_like(within)
     return summed, delivered.bool()

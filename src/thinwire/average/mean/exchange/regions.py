@@ -81,6 +81,7 @@ class Regions:
     def positions(self, indices: Tensor, counts: list[int]) -> Tensor:
         """The int64 positions of int32 `indices`, of which the first `counts[0]` count from the start of segment 0."""
         of = self._per_coordinate(counts, self.multipliers, indices.device)
+        # int64, because an index times a multiplier may exceed int32.
         return indices.long() * of[1] % of[0] + of[2]
 
     def indices(self, positions: Tensor, counts: list[int]) -> Tensor:
@@ -119,6 +120,7 @@ class Regions:
         """(3, number of coordinates): size, multiplier and base of the segment of each."""
         table = uploaded(device, [self.numels, multipliers, self.bases[:-1]])
         repeats = uploaded(device, counts)
+        # With `output_size` the host need not wait until a GPU has added up the repeats.
         return table.repeat_interleave(repeats, dim=1, output_size=sum(counts))
 
 

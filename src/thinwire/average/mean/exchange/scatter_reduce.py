@@ -290,6 +290,7 @@ def _alike(
 ) -> Iterator[tuple[range, dict[int, torch.Size]]]:
     """Runs of owners whose pieces have the same shapes: these, but for empty ones, by the positions of their tensors."""
     wholes = [piece_shape(codec, shape, 1, 0) for shape in shapes]
+    # In equal parts, only owners below n mod W have one more, so shapes change at these ranks alone.
     changes = sorted({0, dense_numel % size, *(whole[0] % size for whole in wholes), size})
     if shares:
         changes = list(range(size + 1))

@@ -147,6 +147,7 @@ class SparseReduction:
     def __post_init__(self) -> None:
         self.parts = parts_of(self.job.codec)
         self.layout = layout_of(self.parts, [s.numel() for s in self.segments], self.team.size)
+        # Merged tensors are one segment, which takes the first key.
         self.keys = self.job.keys[: len(self.segments)]
 
     def deliver(self) -> Generator[Handle, Any, Handle]:
@@ -156,7 +157,9 @@ class SparseReduction:
             self.selected, headers, messages = self._encode()
         numel = self.dense.tensor_split(team.size)[team.rank].numel()
         table = yield team.all_to_all(headers, [1 + len(layout.pieces[team.rank])] * team.size)
+        # All headers in one read, because each read waits for the GPU.
         rows: list[list[int]] = torch.stack(table).tolist()
+        # Before memory for the messages is taken.
         self._check_headers(rows)
         received = yield team.all_to_all(messages, [4 * numel + row[0] for row in rows])
         with self.job.clock("decode"):
@@ -187,6 +190,7 @@ class SparseReduction:
             job.observe(job.codec, self.segments, self.keys)
         select = self.parts.sparsifier.select
         indices, values, counts = job.selection or select(self.segments, mixed)
+        # Ascending, as `count` and `_contains` need them.
         positions, order = layout.positions(indices, counts).sort()
         values = values[order]
         piece_counts = layout.count(positions)
@@ -304,6 +308,7 @@ class SparseReduction:
         positions, counts, lost = self.selected
         kept, indices = _contains(summed.positions, positions), self.layout.indices(positions, counts)
         overwrite(self.segments, indices, counts, kept, 0.0 if lost is None else lost)
+        # After `overwrite`, which may write to the same coordinates.
         if self.owned.lost is not None:
             indices = self.layout.indices(self.owned.positions, self.owned.counts)
             kernels.scatter.add(self.segments, indices, self.owned.lost, self.owned.counts, 1.0)
@@ -321,6 +326,7 @@ def leave(summed: Summed, layout: Regions, totals: list[Tensor], dense_total: Te
     kernels.scatter.add(segments, indices, summed.values, counts, job.scale / job.comm.size)
     store_segments(segments, totals, job.merged)
     dense_total.copy_(summed.dense)
+    # All other elements are zero.
     return kernels.all_finite([kernels.scatter.gather(segments, indices, counts)])
 
 
@@ -381,4 +387,5 @@ def _contains(some: Tensor, others: Tensor) -> Tensor:
     """Whether each of `others` is among `some`, which ascend."""
     if not some.numel():
         return torch.zeros_like(others, dtype=torch.bool)
+    # A search beyond the last position gives an index that does not exist.
     return some[torch.searchsorted(some, others).clamp_(max=some.numel() - 1)] == others
