@@ -103,6 +103,7 @@ class Codec(Algorithm, ABC):
         segments = self.seen([_float32(s) for s in xs])
         if residuals is not None:
             _check_residuals(segments, residuals)
+            # Views, because codecs write into the caller's memory.
             residuals = [r.view(s.shape) for r, s in zip(residuals, segments, strict=True)]
         return self.encode_segments(segments, [k.mixed() for k in keys], residuals)
 
@@ -257,6 +258,7 @@ class Codec(Algorithm, ABC):
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
         parts = {name: fn(part) for name, part in self._named_parts().items()}
+        # Without parts the same instance, which keeps its cached properties.
         return replace(self, **parts) if parts else self
 
     def _named_parts(self) -> dict[str, Codec]:
@@ -324,6 +326,7 @@ class Codec(Algorithm, ABC):
 
     def _undecodable(self, payloads: Sequence[Tensor], numel: int, error: ValueError) -> ValueError:
         """The error of payloads that a kernel refuses: it names the codec and the sizes."""
+        # Eight sizes at most, so that many workers do not make a long message.
         sizes = ", ".join(str(p.numel()) for p in payloads[:8]) + (", ..." if len(payloads) > 8 else "")
         return ValueError(
             f"{self}: cannot decode {sizes} bytes into {numel} elements: {str(error).removeprefix(f'{self}: ')}"
@@ -366,6 +369,7 @@ def split_payload(payload: Tensor, sections: Sequence[Sequence[int]]) -> list[li
         True
     """
     parts = payload.split([size for section in _by_section(sections) for size in section])
+    # Parts lie section by section, and inside a section group by group.
     return [list(parts[group :: len(sections)]) for group in range(len(sections))]
 
 

@@ -10,6 +10,7 @@ import torch
 
 from ..kernels.quantize import Quantizer
 
+# These modules import this one.
 if TYPE_CHECKING:
     from .adaptive.base import AdaptiveCodec
     from .agreed_codec import AgreedCodec
@@ -106,5 +107,6 @@ class Traits:
             ValueError: a demand that the combinator does not carry.
         """
         self.check(codec, combinator, carries)
+        # `fixed_size` needs no naming: around a part of variable size, everything is of variable size.
         carried = {name: getattr(self, name) for name in ("fixed_size", *carries)}
         return replace(Traits(), **carried | given)

@@ -32,6 +32,7 @@ class Selection(NamedTuple):
 
 def as_list(value: Any) -> list[Any]:
     """A list of tensors, keys or sizes: of the single one that was given, or of all in a sequence."""
+    # A `torch.Size` is a tuple, but counts as one size.
     return [value] if isinstance(value, (Tensor, Key, Size)) else list(value)
 
 

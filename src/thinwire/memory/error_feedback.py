@@ -26,7 +26,7 @@ class ErrorFeedbackState(State):
     """
 
     residual: dict[str, Tensor] = own()
-    spare: dict[str, Tensor] = config()
+    spare: dict[str, Tensor] = config()  # written anew in every round
     pending: set[str] = pending(default_factory=set)
 
 
@@ -80,6 +80,7 @@ class ErrorFeedback(Memory):
         if not counts:
             return super().compensate_all(state, tensors, scale)
         gradients, residuals, xs = self._begin(state, tensors)
+        # Adds and selects in one pass over memory.
         indices, values = kernels.momentum.add_topk(gradients, residuals, xs, 1.0 / scale, counts)
         return xs, Selection(indices, values, counts)
 
@@ -101,6 +102,7 @@ class ErrorFeedback(Memory):
 
     def commit(self, state: ErrorFeedbackState) -> None:
         for name in state.pending:
+            # Swapped, not copied: since encoding, `spare` holds what the payload did not carry.
             state.residual[name], state.spare[name] = state.spare[name], state.residual[name]
             if self.decay != 1:
                 state.residual[name].mul_(self.decay)  # here, so that the fused passes need not know of it

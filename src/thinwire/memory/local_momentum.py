@@ -70,6 +70,7 @@ class LocalMomentum(Memory):
 
     def compensate(self, state: LocalMomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         self._move(state, state.momentum[name], gradient, scale)
+        # A copy: encoding overwrites what it is given with the residual, and u must stay.
         return state.sent[name].copy_(state.momentum[name].spare)
 
     def decoded(

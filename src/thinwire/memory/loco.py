@@ -14,6 +14,7 @@ from .base import Memory, NamedTensors, zeros_like_flat
 
 
 def _load_errors(state: LoCoState, codes: dict[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    # Loaded into `sent`, which the next round overwrites anyway.
     load_tensors(state.sent, saved, "LoCo memory")
     for name, error in state.sent.items():
         state.store(name, error)
@@ -48,6 +49,7 @@ class LoCoState(State):
 
     def store(self, name: str, error: Tensor) -> None:
         """Round e to 8 bits: to the nearest multiple of the smallest power of two that reaches its largest magnitude."""
+        # 127 and not 128: int8 has no +128, and both signs share the scale.
         peak = error.abs().max() / 127 if error.numel() else error.new_zeros(())
         # A power of two, so that e / scale is exact, and saving and loading keep its bits.
         scale = torch.where(peak > 0, torch.exp2(torch.ceil(torch.log2(peak.clamp(min=2.0**-126)))), 0.0)
@@ -101,6 +103,7 @@ class LoCo(Memory):
         return torch.add(state.error(name), flat, alpha=1 / scale, out=state.sent[name])
 
     def commit(self, state: LoCoState) -> None:
+        # A round that encoded nothing brings the reset no nearer.
         state.rounds += bool(state.pending)
         clears = self.reset_every is not None and state.rounds % self.reset_every == 0
         for name in state.pending:

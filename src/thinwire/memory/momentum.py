@@ -30,6 +30,7 @@ from .base import Memory, NamedTensors, zeros_like_flat
 class Pair:
     """A committed flat float32 buffer, and the buffer that the next commit swaps in."""
 
+    # Not updated in place: `(u - g) / m` is not the old u in floats, so a discarded round would leave a trace.
     kept: Tensor
     spare: Tensor
 
@@ -49,6 +50,7 @@ def _load_pairs(state: State, loaded: dict[str, Pair], saved: Mapping[str, Tenso
     return loaded
 
 
+# Spare buffers are not saved: a round writes them before it reads them.
 PAIRS = Form(lambda state, pairs: {name: pair.kept.clone() for name, pair in pairs.items()}, _load_pairs)
 """The committed buffers, by parameter name."""
 
@@ -135,6 +137,7 @@ class MomentumCorrection(Memory):
         return [state.velocity[name].spare for name, _ in tensors], Selection(indices, values, counts)
 
     def masked(self, state: MomentumState, name: str) -> Tensor:
+        # The spare buffer, so that a discarded round leaves u as it was.
         return state.momentum[name].spare
 
     def decoded(self, state: MomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
@@ -151,6 +154,7 @@ class MomentumCorrection(Memory):
             torch.add(u.kept * self.momentum, g, out=u.spare)
             update = u.spare
         state.pending.append(u)
+        # Momentum is unscaled, and the result has the loss scale that `mean` came with.
         mean.copy_((update * scale).view(mean.shape))
 
     def commit(self, state: MomentumState) -> None:
@@ -164,6 +168,7 @@ class MomentumCorrection(Memory):
     def _buffers(self, state: MomentumState, tensors: NamedTensors) -> kernels.momentum.Buffers:
         """Gradients, u and v as flat segments, and the buffers for the new u and v."""
         us, vs = [state.momentum[name] for name, _ in tensors], [state.velocity[name] for name, _ in tensors]
+        # Both are swapped by one commit, or neither.
         state.pending += us + vs
         flat = [g.detach().reshape(-1).float() for _, g in tensors]
         return kernels.momentum.Buffers(

@@ -67,11 +67,13 @@ class Shift(Memory):
         """The result is h and the mean of the differences. Dense tensors keep their mean."""
         if encoded:
             difference = mean.reshape(-1) / scale
+            # Not in place: a discarded round must leave h as it was.
             state.pending_mean[name] = torch.add(state.mean[name], difference, alpha=self.rate)
             mean.copy_(((state.mean[name] + difference) * scale).view(mean.shape))
 
     def commit(self, state: ShiftState) -> None:
         for name in state.pending:
+            # The own payload is not decoded: values less residual are what it carried.
             state.estimate[name].add_(state.sent[name] - state.difference[name], alpha=self.rate)
         for name, mean in state.pending_mean.items():
             state.mean[name].copy_(mean)

@@ -75,6 +75,7 @@ class SignDescent(Memory):
     def decoded(self, state: Any, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
         """The sign of what the other memory makes of the mean, times the loss scale; NaN where that is not finite."""
         self.memory.decoded(state, name, mean, scale, encoded)
+        # Times the loss scale, as `mean` was, so that unscaling leaves the signs.
         signs = torch.sign(mean) * scale
         mean.sub_(mean).add_(signs)  # zero first, or NaN
 

@@ -217,12 +217,14 @@ class Attacker:
     def corrupt(self, tensors: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
         """Overwrite the tensors of wrong workers. All workers call it together, before `averager.step`."""
         own = torch.cat([t.detach().reshape(-1).float() for _, t in tensors])
+        # Before honest workers return: all must take part in the gather.
         everyone = comm.all_gather(own).wait()
         if comm.rank not in self.faulty:
             return
         honest = torch.stack([x for rank, x in enumerate(everyone) if rank not in self.faulty])
         index = sorted(self.faulty).index(comm.rank)
         forged = self.attack.forge(Scene(honest, own, self.before, index, len(self.faulty)))
+        # After `forge`, which sees earlier rounds only. `own` is a copy, made by `cat`.
         self.before.append(own)
         with torch.no_grad():
             for (_, t), part in zip(tensors, forged.split([t.numel() for _, t in tensors]), strict=True):
@@ -264,10 +266,11 @@ def check_robust(
     failed = {}
     for attack in attacks:
         losses = _losses(LocalWorld(size), averager, attack, faulty, range(size), rounds)
+        # A NaN never equals itself; the next check reports it.
         assert all(loss == losses[0] or losses[0] != losses[0] for loss in losses), (
             f"{averager}: workers differ under {attack}"
         )
-        if not losses[0] <= clean + bound:
+        if not losses[0] <= clean + bound:  # true for NaN too
             failed[repr(attack)] = round(losses[0], 3)
     assert not failed, f"{averager}: the loss is {failed}, and {clean:.3f} without attackers"
 
@@ -296,6 +299,7 @@ def _losses(
             if attacker is not None:
                 attacker.corrupt([("weights", gradient)], comm)
             averager.step(state, [("weights", gradient)], comm).wait()
+            # A round that is not finite changes no weights.
             if averager.commit(state):
                 weights -= gradient
         return float(cross_entropy(everything[0] @ weights, everything[1]))
@@ -305,6 +309,7 @@ def _losses(
 
 def _examples(shard: int) -> tuple[Tensor, Tensor]:
     """The features and labels of one worker."""
+    # All shards share the truth: seed 0 belongs to none of them.
     truth = 2 * torch.randn(_FEATURES, _CLASSES, generator=torch.Generator().manual_seed(0), device="cpu")
     generator = torch.Generator().manual_seed(1 + shard)
     x = torch.randn(64, _FEATURES, generator=generator, device="cpu")

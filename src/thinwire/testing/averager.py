@@ -13,6 +13,7 @@ from ..membership import rewind
 from ..notation import parse
 from .state import check_joining, check_redistribution, of_kind, same
 
+# Also a tensor of one dimension, which `Mean` sends dense unless `min_ndim` is lower.
 SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
 
 
@@ -51,6 +52,7 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
         for rank in range(size):
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
             assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
+        # The next size, and the first after the last, so that workers leave as well as join.
         _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)])
         if averager.traits.gives_one_mean:
             for rank in range(size):
@@ -108,6 +110,7 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> li
             state = averager.init(tensors, comm, seed=5)
             state.load_state_dict(saved)
         for (_, t), (_, value) in zip(tensors, _tensors(comm.rank, step), strict=True):
+            # Gossip averages parameters, so later rounds go on from what it left.
             if averager.traits.gives_one_mean or step == 0:
                 t.copy_(value)
         averager.step(state, tensors, comm).wait()
@@ -119,6 +122,7 @@ def _infinite(comm: Communicator, averager: Averager) -> bool:
     tensors = _tensors(comm.rank, 0)
     state = averager.init(tensors, comm)
     if comm.rank == comm.size - 1:
+        # On one worker alone: the others learn of it by the exchange.
         tensors[0][1][3, 3] = float("inf")
     averager.step(state, tensors, comm).wait()
     committed = averager.commit(state)

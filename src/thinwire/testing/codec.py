@@ -14,6 +14,7 @@ from ..codec import Codec, Key
 from ..codec.base import add_sections, join_payloads, split_payload
 from ..notation import parse
 
+# 1500 and 9100 elements fill several buckets of 512 and leave a shorter last one.
 SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
 GUARD, NUM_CORRUPT = 3.0, 30
 
@@ -41,6 +42,7 @@ def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "
     """
     if named:
         again = parse(repr(codec))
+        # Hashes too, because caches have codecs as keys.
         assert again == codec and hash(again) == hash(codec), f"parse({codec!r}) gives another codec"
     device = torch.empty(0, device=device).device  # with its index
     for i, shape in enumerate(SHAPES):
@@ -175,6 +177,7 @@ def _check_sums(codec: Codec, bad: float | None, device: torch.device) -> None:
     if bad is not None:
         xs[1][7, 7] = bad
     payloads = [codec.encode(x, key) for x in xs]
+    # NaN in `out`, which `decode_sum` must overwrite.
     expected, out = torch.zeros(30, 20, device=device), torch.full((30, 20), math.nan, device=device)
     for payload in payloads:
         codec.decode_add(payload, expected, 0.25, key)
@@ -210,6 +213,7 @@ def _check_segments(codec: Codec, device: torch.device) -> None:
     if len(sections) == len(groups):
         parts = [torch.cat(each) for each in split_payload(payload, sections)]
         for mine, part in zip(groups, parts, strict=True):
+            # Codecs take the device from the first segment, so they cannot encode an empty list.
             alone = codec.encode(xs[mine], keys[mine]) if xs[mine] else part[:0]
             assert torch.equal(part, alone), f"{codec}: `section_nbytes` does not say how a payload is cut"
         assert torch.equal(join_payloads(parts, sections), payload), (
@@ -224,6 +228,7 @@ def _check_segments(codec: Codec, device: torch.device) -> None:
 
 def _check_not_finite(codec: Codec, device: torch.device) -> None:
     for bad in (math.inf, -math.inf, math.nan):
+        # The first element, the last one of a bucket of 512, and the last one of all.
         for position in (0, 511, 1499):
             x, key = _normal((1500,), position, device), Key(seed=3)
             x[position] = bad
@@ -330,4 +335,5 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 
 
 def _normal(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> Tensor:
+    # Drawn on the CPU, so that every device gets the same numbers.
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)

@@ -82,6 +82,7 @@ def _check_sum(
     flags: list[bool] = []
 
     def decode_sum() -> None:
+        # Behind an intact payload: a damaged one must be found among others too.
         flags.append(kernels.flags.read(codec.decode_sum([intact, payload], outs, 0.5, KEYS)))
 
     assert _refuses(decode_sum, codec, where) == refused, f"{where}: decode_sum and decode_add differ"
@@ -103,6 +104,7 @@ def _check_support(codec: Codec, payload: Tensor, where: str) -> None:
 
 
 def _check_reference(codec: Codec, payload: Tensor, expected: list[Tensor], refused: bool, where: str) -> None:
+    # Filled as the other outputs are, because `decode_add` adds to what is there.
     outs = [torch.full(shape, GUARD, device="cpu") for shape in SHAPES]
     with kernels.use_backend("reference"):
         same = _refuses(lambda: codec.decode_add(payload, outs, 0.5, KEYS), codec, where) == refused
@@ -160,10 +162,12 @@ def _random(payload: Bytes, valid: list[Bytes], rng: np.random.Generator) -> Byt
 
 
 def _random_of_any_length(payload: Bytes, valid: list[Bytes], rng: np.random.Generator) -> Bytes:
+    # + 9, so that an empty payload gets longer too.
     return rng.integers(0, 256, int(rng.integers(2 * payload.size + 9)), dtype=np.uint8)
 
 
 def _cut(payload: Bytes, valid: list[Bytes], rng: np.random.Generator) -> Bytes:
+    # Mostly 0, a cut at the end alone; 1 to 3 move all that follows.
     start = int(rng.integers(4)) * int(rng.integers(2))
     return payload[start : int(rng.integers(payload.size + 1))].copy()
 
@@ -200,6 +204,7 @@ def _special_word(payload: Bytes, valid: list[Bytes], rng: np.random.Generator) 
     damaged = payload.copy()
     if damaged.size >= 4:
         at = int(rng.integers(damaged.size - 3))
+        # At least half of the time a multiple of four, to replace whole numbers.
         at -= at % 4 * int(rng.integers(2))
         damaged[at : at + 4] = WORDS[[int(rng.integers(len(WORDS)))]].view(np.uint8)
     return damaged

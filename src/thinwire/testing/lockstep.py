@@ -23,6 +23,7 @@ class _Post:
 
     def exchange(self, sends: Mapping[int, Tensor], receives: Mapping[int, Tensor]) -> Handle:
         for peer, message in sends.items():
+            # A copy: the sender may overwrite its buffer before the receiver waits.
             self._mail[self.rank, peer] = message.clone()
 
         def finish() -> dict[int, Tensor]:
@@ -55,7 +56,9 @@ def gossip_in_lockstep(
         [1.5, 1.5, 1.5, 1.5]
     """
     size, mail = len(values), dict[tuple[int, int], Tensor]()
+    # In threads: `init` checks with collectives that workers agree, and a post has none.
     states = LocalWorld(size).run(lambda comm: averager.init([("x", values[comm.rank])], comm, seed))
+    # The cast: a round of gossip without a hierarchy only calls `exchange`.
     posts = [cast(Communicator, _Post(rank, size, mail)) for rank in range(size)]
     for step in range(rounds):
         handles = [averager.step(state, [("x", x)], post) for state, x, post in zip(states, values, posts, strict=True)]

@@ -56,6 +56,7 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
     rest, _ = _rounds(memory, codec, resumed, range(3, 6))
     assert all(map(torch.equal, first + rest, plain)), f"{memory}: a restored state goes on differently"
 
+    # Steps seed the gradients, so each worker has its own.
     workers = [
         _rounds(memory, codec, _init(memory), range(100 * rank, 100 * rank + 3))[1] for rank in range(max(SIZES))
     ]
@@ -63,6 +64,7 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
         check_redistribution(memory, workers[:before_size], [_init(memory) for _ in range(after_size)], rounding)
     check_joining(memory, workers[0], _rounds(memory, codec, _init(memory), range(3))[1])
 
+    # A power of two, so that scaling rounds nothing and the bits must agree.
     scaled, _ = _rounds(memory, codec, _init(memory), range(6), scale=1024.0)
     assert all(map(torch.equal, scaled, plain)), f"{memory}: the loss scale changes results"
 

@@ -70,6 +70,7 @@ def check_redistribution(
         redistribute(state, saved, rank, len(after))
     moved = f"{owner}: from {len(before)} to {len(after)} workers,"
     for name in of_kind(before[0], "own"):
+        # In float64, so that the means of this check add no rounding of their own.
         old, new = (torch.stack([of_kind(s, "own")[name] for s in states]).double() for states in (before, after))
         largest = old.abs().max().item() if old.numel() else 0.0
         is_kept = torch.allclose(new.mean(0), old.mean(0), rtol=0, atol=rounding * len(before) * largest)

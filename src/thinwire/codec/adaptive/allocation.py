@@ -121,7 +121,9 @@ def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: C
     costs = values + price * weights
     excess = costs - costs.min(1, keepdims=True)
     gap = sum_chosen(values, best) - (costs.min(1).sum() - price * budget)
+    # A little more, so that rounding leaves out no candidate.
     gap = gap * (1 + 1e-9) + _ROUNDING * float(np.abs(costs.min(1)).sum())
+    # Layers with few candidates left come first, so that the sums multiply late.
     order = np.argsort((excess <= gap).sum(1), kind="stable")
     lightest_after = weights[order].min(1)[::-1].cumsum()[::-1]
 
@@ -137,10 +139,12 @@ def _exact(values: Matrix, weights: Matrix, budget: float, price: float, best: C
         possible = np.flatnonzero((grid[2] <= gap) & (grid[1] + after <= budget * (1 + _ROUNDING)))
         if not len(possible):
             return best
+        # By weight, then by value: a sum is kept only where it beats all lighter ones.
         possible = possible[np.lexsort((grid[0, possible], grid[1, possible]))]
         before = np.minimum.accumulate(grid[0, possible])
         kept = possible[np.concatenate([[True], before[1:] < before[:-1]])]
         if len(kept) > MAX_SUMS:
+            # In order of weight, one of every so many; the lightest and the heaviest stay.
             kept = kept[np.linspace(0, len(kept) - 1, MAX_SUMS).astype(np.int64)]
         sums = grid[:, kept]
         came_from.append((kept // len(candidates), candidates[kept % len(candidates)]))

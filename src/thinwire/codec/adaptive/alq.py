@@ -120,6 +120,7 @@ class AdaptiveLevels(AdaptiveCodec):
         stats = sample_buckets(x, self.bucket_size, self.norm, self.num_buckets, largest=is_mixture)
         if is_mixture:
             return stats.largest(min(self.num_buckets, stats.norms.numel()))
+        # The sample stands for the whole segment, so that segments count by their sizes.
         merged = stats.merged()  # one entry for the whole segment
         return merged._replace(counts=merged.counts * (x.numel() / max(1.0, stats.counts.sum().item())))
 
@@ -131,7 +132,9 @@ class AdaptiveLevels(AdaptiveCodec):
         return periodic or step in self.update_steps
 
     def statistics(self, state: LevelState, step: int = 0, line: LineMeasurement = UNKNOWN) -> Tensor:
+        # First in the list, so that a worker without a sample also sends statistics, all zero.
         nothing = BucketStatistics(*[torch.zeros(0, dtype=torch.float64, device="cpu")] * 4)
+        # Sorted: the order in which segments were encoded must not matter.
         stats = BucketStatistics.concatenate([nothing, *(state.sample[stream] for stream in sorted(state.sample))])
         return (stats.largest(self.num_buckets) if self.distribution == "mixture" else stats.merged()).to_tensor()
 
@@ -220,6 +223,7 @@ class ALQ(AdaptiveLevels):
 
     def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         search = alq if self.search == "coordinate" else alq_gd
+        # Quantizers take float32 levels, so these are kept as exactly such numbers.
         return _float32(search(learned, dist, self.symmetric)).to(torch.float64)
 
     def _levels(self, learned: Tensor) -> Tensor:

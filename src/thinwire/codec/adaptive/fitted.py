@@ -300,6 +300,7 @@ class Fitted(AdaptiveCodec):
         mixed, lost = [key.mixed() for key in keys], [debug.empty_like(x) for x in xs]
         columns = []
         for codec in self.codecs:
+            # For the residual alone; the payload is dropped.
             codec.encode_segments(codec.seen(xs), mixed, codec.seen(lost))
             columns.append(_squared(lost))
         found = torch.stack([*columns, _squared(xs)], dim=1)
@@ -323,6 +324,7 @@ class Fitted(AdaptiveCodec):
         measures = rows.shape[1] > len(UNKNOWN)
         if measures:
             added = rows[:, len(UNKNOWN) :].sum(0).view(errors.shape).numpy()
+            # Without gradients, or with infinite ones, the last measurement stays.
             errors = added if np.isfinite(added).all() and added.any() else errors
         follows = self.budget == LINE
         budget, rate, growth = (
@@ -332,6 +334,7 @@ class Fitted(AdaptiveCodec):
             budget, choice = state.budget, _chosen(state)
         else:
             choice = self._choose(state, errors, budget, exact=measures)
+        # Choices travel as float64 too, which holds small integers exactly.
         return torch.from_numpy(
             np.concatenate([[budget, rate, growth], choice, errors.reshape(-1) if measures else []])
         )
@@ -342,7 +345,9 @@ class Fitted(AdaptiveCodec):
         if not errors.any():  # nothing is measured yet
             return np.full(len(errors), self._start(list(state.shapes.values()), budget))
         if self.error_of is not None:
+            # Bytes are minimised here and errors are the limit, so the two change places.
             return allocate(num_bytes, lost, lost[:, self.codecs.index(self.error_of)].sum())
+        # Under "line" the budget may be less than the smallest candidates take, which is no error.
         return allocate(lost, num_bytes, max(budget, num_bytes.min(1).sum()), exact)
 
     def _weights(self, errors: Matrix, numels: list[int]) -> Matrix:

@@ -47,7 +47,7 @@ def _asymptotic(s: Tensor, n: int) -> Tensor:
     """`R_n(s) ~ s^-(n+1) sum_k (-1)^k (n+2k)!/(n! k! (2 s^2)^k)`."""
     inverse_square = 1 / (s * s)
     total = torch.ones_like(s)
-    for k in range(SERIES_TERMS - 1, -1, -1):
+    for k in range(SERIES_TERMS - 1, -1, -1):  # Horner's scheme, from the last term on
         total = 1 - total * inverse_square * ((n + 2 * k + 1) * (n + 2 * k + 2) / (2 * (k + 1)))
     return total / s ** (n + 1)
 

@@ -72,6 +72,7 @@ class _Search:
 
     def sweep(self, levels: Tensor) -> Tensor:
         """Move every interior level to its optimum given its neighbours: first all odd ones, then all even ones."""
+        # Odd levels have even neighbours only, so that all of them can move at once.
         for at in (1, 2):
             if levels.shape[-1] > at + 1:
                 levels = self._half_sweep(levels, at)
@@ -161,6 +162,7 @@ def alq(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, sw
         before, variables = variables, search.sweep(variables)
         if (variables - before).abs().max() <= SETTLED:
             break
+    # The starts too, so that the result is never worse than any of them.
     return search.best(torch.cat([search.full(variables), starts]))
 
 
@@ -229,6 +231,7 @@ def amq(multiplier: float, dist: TruncatedNormalMixture, bits: int, zero: bool =
     def log_variance(p: Tensor) -> tuple[Tensor, Tensor]:
         positive = powers_of(p.squeeze(-1), count)
         shifted, gradient = search.shifted_variance(torch.cat([torch.zeros_like(p), positive], dim=-1))
+        # Also the value to compare, because the logarithm keeps its order. The sum may round below zero.
         variance = (shifted + constant).clamp(min=torch.finfo(torch.float64).tiny)
         slope = (gradient * powers * p ** (powers - 1)).sum(dim=-1)
         return variance, (slope / variance).unsqueeze(-1)

@@ -10,6 +10,7 @@ from .distributions import TruncatedNormalMixture
 
 def equidistant(num_levels: int) -> Tensor:
     """Equidistant numbers from -1 to 1, exactly symmetric."""
+    # Integers first: they are symmetric, and division rounds both signs alike.
     return torch.arange(1 - num_levels, num_levels, 2, dtype=torch.float64, device="cpu") / (num_levels - 1)
 
 

@@ -89,7 +89,7 @@ def bucket_statistics(x: Tensor, bucket_size: int, norm: str = "l2") -> BucketSt
     padding = -flat.numel() % bucket_size
     buckets = torch.nn.functional.pad(flat, (0, padding)).reshape(-1, bucket_size)
     counts = torch.full_like(buckets[:, 0], bucket_size)
-    counts[-1:] -= padding
+    counts[-1:] -= padding  # a slice, because an empty tensor has no bucket
     norms = buckets.norm(dim=1) if norm == "l2" else buckets.abs().amax(dim=1)
     norms = torch.where(torch.isfinite(norms), norms, 0)
     scaled = torch.where(norms[:, None] > 0, buckets / norms[:, None], 0)
@@ -147,6 +147,7 @@ def mixture(stats: BucketStatistics, num_buckets: int, weighting: str = "norm") 
     Source: arXiv 2010.12460.
     """
     kept = stats.largest(num_buckets)
+    # Relative to the largest norm, so that squares cannot overflow.
     weights = kept.norms / kept.norms.max()
     weights = (weights**2 if weighting == "norm2" else weights) * kept.counts
     return TruncatedNormalMixture(weights, kept.means, kept.stds)

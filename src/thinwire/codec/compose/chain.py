@@ -109,12 +109,14 @@ def chain(first: Codec | Transform, *links: Codec | Huffman | Rice) -> Codec:
     if isinstance(last, Rice):
         if not isinstance(first, Sparsifier):
             raise ValueError(f"chain: Rice codes the indices of a sparsifier, and {first} sends none")
+        # Rice codes indices, so it wraps the first link, whatever stands between.
         gap_coded = GapCoded(first)
         return chain(gap_coded, *others) if others else gap_coded
     if isinstance(last, Huffman):
         coded = others[-1] if others else first
         if not isinstance(coded, Codec):
             raise ValueError(f"chain: {last} codes the symbols of the codec before it, and {coded} is no codec")
+        # Huffman codes symbols, so it wraps the codec right before it.
         huffman_coded = HuffmanCoded(coded)
         return chain(first, *others[:-1], huffman_coded) if others else huffman_coded
     require(not others, f"chain: between sparsifier and entropy coder stands one codec, got {list(links)}")

@@ -65,13 +65,14 @@ class DenseLast(Wrapper):
         tail = torch.cat(tails).view(torch.uint8)  # before the residuals, which may be the segments
         payload = torch.cat([self.codec.encode_segments(bodies, keys, kept), tail])
         for r in [] if residuals is None else self._cut(residuals)[1]:
-            r.zero_()
+            r.zero_()  # float32 elements lose nothing
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         bodies, tails = self._cut(outs)
         size = self.codec.segments_nbytes([body.numel() for body in bodies])
         self.codec.decode_add_segments(payload[:size], bodies, weight, keys)
+        # The tail may start at any address, so this may copy.
         values = kernels.payload_as(payload[size:], torch.float32)
         for tail, value in zip(tails, values.split([tail.numel() for tail in tails]), strict=True):
             tail.add_(value, alpha=weight)

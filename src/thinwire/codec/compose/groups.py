@@ -38,6 +38,7 @@ def split_groups(
         groups: if there are several, their codecs have a fixed size.
         sizes: of all segments.
     """
+    # Without sizes, because a single codec may be of variable size.
     if len(groups) == 1:
         return [(groups[0], list(payloads))]
     parts = [payload.split([group.nbytes(sizes) for group in groups]) for payload in payloads]

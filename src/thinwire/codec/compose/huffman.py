@@ -80,4 +80,4 @@ class HuffmanCoded(Wrapper):
         self.codec.decode_add_segments(torch.cat([payload[:split], packed]), outs, weight, keys)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return self.codec.segments_nbytes(numels) + 1
+        return self.codec.segments_nbytes(numels) + 1  # at worst a byte, then the symbols as they are

@@ -50,6 +50,7 @@ class PerLayer(Codec):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         self._check_number(segments)
+        # `seen`, because each codec has its own `needs_shape`: some take vectors beside others that take shapes.
         payloads = [
             group.codec.encode_segments(
                 group.codec.seen(group.of(segments)),
@@ -90,6 +91,7 @@ class PerLayer(Codec):
         for group in self._groups:
             start, ends = ends, ends + group.nbytes(sizes)
             kept = group.codec.support(payload[start:ends], group.of(numels), None)
+            # Not strict: a codec that sends all has no selection.
             for i, indices in zip(group.positions, kept.indices.split(kept.counts) if kept else (), strict=False):
                 found[i] = indices
         if all(indices is None for indices in found):
@@ -105,6 +107,7 @@ class PerLayer(Codec):
         positions: dict[Codec | None, list[int]] = {}
         quantizers = [codec.traits.quantizer for codec in self.codecs]
         for i, codec in enumerate(self.codecs):
+            # All quantizers share the key None: one call of the kernels takes different bits.
             positions.setdefault(codec if quantizers[i] is None else None, []).append(i)
         each = EvenLevelsOfEach(tuple(q for q in quantizers if q is not None))
         return [CodecGroup(codec or each, at) for codec, at in positions.items()]
@@ -119,6 +122,7 @@ class PerLayer(Codec):
         )
 
 
+# One instance for each pick, so that its groups are found once.
 @lru_cache(maxsize=256)
 def _picked(codec: PerLayer, positions: tuple[int, ...]) -> PerLayer:
     return PerLayer(tuple(codec.codecs[i] for i in positions), codec.shaped)

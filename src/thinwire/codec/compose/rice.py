@@ -85,4 +85,5 @@ class GapCoded(Sparsifier):
         return kernels.rice.decode(codes, counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        # 4 for the length that `with_length` appends.
         return 4 + sum(kernels.rice.max_nbytes(k, n) for k, n in zip(counts, numels, strict=True))

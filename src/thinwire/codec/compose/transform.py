@@ -46,6 +46,7 @@ class Transform(Algorithm, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """The float32 vector of the new coordinates of a float32 tensor of any shape."""
+        # An empty tensor has no tiles, and `torch.cat` refuses an empty list.
         if x.numel() == 0:
             return x.reshape(-1)
         return torch.cat([self._tile(tiles).reshape(-1) for tiles in self._tiles_of(x)])
@@ -180,6 +181,7 @@ class Transformed(Wrapper):
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         shapes, ys = [x.shape for x in segments], [self.transform.forward(x) for x in segments]
+        # No residuals from the inner codec: they would be in the new coordinates.
         payloads = [group.codec.encode_segments(group.of(ys), group.of(keys), None) for group in self._groups(shapes)]
         payload = torch.cat(payloads)
         if residuals is not None:
@@ -207,6 +209,7 @@ class Transformed(Wrapper):
             group.codec.decode_mean(parts, group.of(ys), weight, group.of(keys) or None)
         for o, y in zip(outs, ys, strict=True):
             o.copy_(self.transform.inverse(y, o.shape))
+        # The results again, not the flags of the groups: the inverse may overflow.
         return kernels.all_finite([o.view(-1) for o in outs])
 
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
@@ -214,6 +217,7 @@ class Transformed(Wrapper):
         return sum(group.nbytes(numels) for group in self._groups(shapes))
 
     def section_nbytes(self, size: torch.Size) -> tuple[int, ...] | None:
+        # With `divisors` whole groups follow each other, not sections of all segments.
         return None if self.transform.divisors else self.codec.section_nbytes(size.numel())
 
     def _decode(self, payload: Tensor, shapes: list[torch.Size], keys: list[int]) -> list[Tensor]:

@@ -29,6 +29,7 @@ class Identity(Codec):
     traits = Traits(unbiased=True, lossless=True, sum_dtype=torch.float32, sends_floats=True)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
+        # `cat` copies a single segment too, so that a residual in the same memory can be cleared.
         payload = torch.cat(segments).view(torch.uint8)
         for r in residuals or []:
             r.zero_()

@@ -73,13 +73,15 @@ class LowRank(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         vectors, numbered = list[Tensor](), list[int]()
         for key, (p, q) in zip(keys, self._factors(segments, keys), strict=True):
-            if len(q):
+            if len(q):  # a matrix of rank 0 sends nothing
                 vectors += [p.reshape(-1), *q]
+                # From 1 on: 0 is the key of the random start.
                 numbered += [mix_key(key, 1 + i, 0) for i in range(1 + len(q))]
         if not vectors:
             return torch.empty(0, dtype=torch.uint8, device=segments[0].device)
         payload = self.values.encode_segments(vectors, numbered, None)
         if residuals is not None:
+            # From the payload, not from the factors: the rounding of `values` is lost too.
             for x, product, r in zip(segments, self._products(payload, segments), residuals, strict=True):
                 torch.sub(x, product, out=r)
         return payload
@@ -135,6 +137,7 @@ class LowRank(Codec):
                 matrix[: shape.numel()] = segments[i].reshape(-1)
             starts = [kernels.uniform(mix_key(keys[i], 0, 0), rank * m, first.device) for i in members]
             ms, qs = ms.view(len(members), n, m), (2.0 * torch.stack(starts) - 1.0).view(len(members), rank, m)
+            # The last Q is not made orthonormal: it carries the singular values.
             for turn in range(self.iterations + 1 if rank else 0):
                 qs = qs if turn == 0 else torch.linalg.qr(qs.mT).Q.mT
                 ps = torch.linalg.qr(ms @ qs.mT).Q

@@ -59,6 +59,7 @@ class SVD(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         values = torch.cat([self._encode_one(x) for x in segments])
         parts = values.split([self._count(x.shape) for x in segments])
+        # Not strict: without residuals there is nothing to do.
         for x, part, r in zip(segments, parts, residuals or [], strict=False):
             torch.sub(x, self._decode_one(part, x.shape), out=r)
         return values.view(torch.uint8)
@@ -110,12 +111,14 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
         left, right = _leading(matrix.double(), rank)
         # So far (U, V diag(s)); the scale belongs to the left factor.
         scale = torch.linalg.vector_norm(right, dim=0)
+        # A matrix of lower rank may have columns of zeros.
         left, right = left * scale, torch.where(scale > 0, right / scale, 0.0)
     return left.float(), right.float()
 
 
 def _leading(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The `rank` leading left singular vectors U of a wide matrix A, the largest first, and `A' U`."""
+    # `eigh` has the largest eigenvalues last.
     vectors = torch.linalg.eigh(wide @ wide.t()).eigenvectors[:, -rank:].flip(1)
     return vectors, wide.t() @ vectors
 

@@ -61,6 +61,7 @@ class BinMeans(Codec):
         for i, x in enumerate(segments):
             bins, means = self._split(x)
             words = debug.empty(kernels.words.nbytes(x.numel(), self.bits), dtype=torch.uint8, device=x.device)
+            # Bins are numbered over all buckets; a code names one inside its bucket.
             kernels.words.encode((bins % (1 << self.bits)).to(torch.int32), [bins.numel()], self.bits, words)
             made.append((means, words))
             if residuals is not None:

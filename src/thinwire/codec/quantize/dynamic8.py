@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from .checks import check_buckets
 from .levels import LevelCodec
 
-_EXPONENTS = 7
+_EXPONENTS = 7  # 64 + 32 + ... + 1 = 127 magnitudes: with both signs and zero, 255 levels
 
 
 def _magnitudes() -> tuple[float, ...]:

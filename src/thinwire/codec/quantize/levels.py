@@ -108,6 +108,7 @@ class Quantize(LevelCodec):
     norm: str = "max"
 
     def __post_init__(self) -> None:
+        # The dataclass is frozen, and lists and integers are taken too.
         object.__setattr__(self, "levels", tuple(float(level) for level in self.levels))
         kernels.levels.checked_levels(self.levels)
         check_buckets("Quantize", self.bucket_size, self.norm)
@@ -160,6 +161,7 @@ class NUQSGD(LevelCodec):
         require_integer("NUQSGD: bits", self.bits, 2, 8, or_schedule=True)
         require_number("NUQSGD: multiplier", self.multiplier, above=0, below=1)
         check_buckets("NUQSGD", self.bucket_size, self.norm)
+        # Under a schedule there are no levels to check yet.
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)
 

@@ -65,7 +65,9 @@ def _rounded(x: Tensor, key: int) -> Tensor:
     """The words, int32: the exponent that rounding chose, and the sign above it."""
     bits = x.view(torch.int32)
     exponent, sign = (bits >> _MANTISSA_BITS) & 0xFF, (bits >> 31) & 1
+    # 23 random bits, as many as the mantissa has, so that the probability is exact.
     draw = (kernels.uniform(key, x.numel(), x.device) * 2.0**_MANTISSA_BITS).int()
+    # Exponent 0 decodes to zero, so a subnormal becomes 0 or 2^-126. What is finite stays finite.
     rounded = (exponent + ((bits & _MANTISSA) > draw)).clamp(max=_INFINITE - 1)
     return (torch.where(exponent == _INFINITE, exponent, rounded) | (sign << 8)).int()
 

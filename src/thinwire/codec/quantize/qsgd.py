@@ -70,6 +70,7 @@ class QSGD(EvenLevels):
             (self.bits is None) != (self.levels is None),
             f"QSGD: give either bits or levels, got bits={self.bits!r} and levels={self.levels!r}",
         )
+        # So many levels take codes of 16 bits.
         for name, most in (("bits", 8), ("levels", 2**15 - 1)):
             if getattr(self, name) is not None:
                 require_integer(f"QSGD: {name}", getattr(self, name), 1, most, or_schedule=True)
@@ -95,11 +96,13 @@ class QSGD(EvenLevels):
     @cached_property
     def traits(self) -> Traits:
         scheduled = isinstance(self.bits, Schedule) or isinstance(self.levels, Schedule)
+        # A schedule has no number of levels yet.
         quantizer = None if scheduled else self.quantizers.distinct[0]
         return Traits(unbiased=True, bucket_size=self.bucket_size, quantizer=quantizer)
 
     @cached_property
     def quantizers(self) -> Quantizers:
+        # No segment is larger, so that each is one bucket.
         bucket_size = MAX_SEGMENT_NUMEL if self.bucket_size is None else self.bucket_size
         return Quantizers((Quantizer(self.code_bits, self.num_steps, bucket_size, self.norm),))
 

@@ -61,7 +61,7 @@ class TernGrad(AgreedCodec):
         require_number("TernGrad: clip", self.clip, above=0, or_none=True)
         require_integer("TernGrad: bucket_size", self.bucket_size, 1, or_none=True)
 
-    combined_by = "max"
+    combined_by = "max"  # the common scale then clips no worker's elements more than its own would
 
     @cached_property
     def traits(self) -> Traits:
@@ -112,6 +112,7 @@ class TernGrad(AgreedCodec):
         return 4 * kernels.num_buckets([size], self.bucket_size), self._packing.nbytes([size])
 
 
+# eq=False: `==` of tensors is no single truth value.
 @dataclass(frozen=True, eq=False)
 class SharedTernary(Codec):
     """`TernGrad(shared=True)` in one step: all workers know the scales, so payloads may be added.

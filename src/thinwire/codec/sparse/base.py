@@ -88,6 +88,7 @@ class Sparsifier(SparseCodec):
         num, counts = len(payloads), [self.count(n) for n in numels]
         nbytes = self.support_nbytes(counts, numels)
         together = torch.cat([tail(payload, nbytes) for payload in payloads])
+        # One call of the decoder, whatever the number of workers.
         indices, _, _ = self.read_support(together, numels * num, keys * num)
         return [(part, counts, nbytes) for part in indices.view(num, sum(counts))]
 

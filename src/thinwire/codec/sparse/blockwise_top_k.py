@@ -82,6 +82,7 @@ class BlockwiseTopK(Sparsifier):
         codes = [debug.empty(run.nbytes, dtype=torch.uint8, device=indices.device) for run in runs]
         for run, index, code in zip(runs, indices.split([sum(run.counts) for run in runs]), codes, strict=True):
             if run.word_bits:
+                # The position in its block is enough: every block keeps a known number.
                 kernels.words.encode(index % self.block, run.counts, run.word_bits, code)
             else:
                 kernels.indices.encode(index, run.counts, run.numels, code)

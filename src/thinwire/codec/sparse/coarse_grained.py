@@ -124,6 +124,7 @@ class CoarseGrainedTopK(AgreedCodec):
         return sum(kernels.indices.nbytes(self.count(n), self.num_chunks(n)) for n in numels)
 
 
+# eq=False: `==` of tensors is no single truth value.
 @dataclass(frozen=True, repr=False, eq=False)
 class AgreedChunks(Codec):
     """`CoarseGrainedTopK` in one step, after workers have agreed: payloads are the chosen chunks, and add on the wire."""
@@ -181,6 +182,7 @@ def encode_chunks(
     chunk: int, chosen: tuple[Tensor, ...], segments: list[Tensor], residuals: list[Tensor] | None
 ) -> Tensor:
     """The values of the chosen chunks as bytes; they are zero in the residuals."""
+    # First, because residuals, which are cleared next, may be the segments.
     values = [_take(x, chunk, chunks) for x, chunks in zip(segments, chosen, strict=True)]
     if residuals is not None:
         for x, r, chunks in zip(segments, residuals, chosen, strict=True):

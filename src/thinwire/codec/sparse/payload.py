@@ -19,6 +19,7 @@ from ...kernels import Flag
 from ..base import Codec
 from ..types import Key, Selection, Size, as_list
 
+# `base` imports this module.
 if TYPE_CHECKING:
     from .base import Sparsifier
 
@@ -155,6 +156,7 @@ class SparseParts(NamedTuple):
             ValueError: the message is corrupt.
         """
         indices, nbytes = self.coding.unpack_indices(message, counts, numels)
+        # No keys: a codec whose values need a shared key has no `SparseParts`.
         return indices, decode_values(self.coding, self.values, message[: message.numel() - nbytes], counts, [])
 
     def nbytes(self, counts: list[int], numels: list[int]) -> int:
@@ -177,6 +179,7 @@ def without_length(codec: Codec, payload: Tensor) -> tuple[Tensor, int]:
     """Undo `with_length` at the end of a payload: the codes, and the number of bytes of codes and length."""
     nbytes = int(kernels.payload_as(payload[-4:], torch.int32)) if payload.numel() >= 4 else -1
     at = payload.numel() - 4 - nbytes
+    # A damaged length may be negative, or beyond the payload.
     require(nbytes >= 0 and at >= 0, f"{codec}: the payload is corrupt, its indices take {nbytes} of its bytes")
     return payload[at:-4], nbytes + 4
 
@@ -200,6 +203,7 @@ def encode_sparse(
     indices, values, counts = selection
     sent, lost = encode_values(values_codec, values, counts, keys, sparsifier.gains(numels))
     if residuals is not None:
+        # A residual that is the segment itself needs no copy.
         apart = [(r, x) for x, r in zip(segments, residuals, strict=True) if r.data_ptr() != x.data_ptr()]
         if apart:
             torch._foreach_copy_([r for r, _ in apart], [x for _, x in apart])
@@ -237,6 +241,7 @@ def encode_values(
     if gains is None:
         sent = values_codec.encode_segments(kept, keys, list(lost.split(counts)))
         return sent, lost
+    # The residual is that of the plain values, so the codec's own, of scaled ones, does not serve.
     sent = values_codec.encode_segments([v * gain for v, gain in zip(kept, gains, strict=True)], keys, None)
     at = list(lost.zero_().split(counts))
     values_codec.decode_add_segments(sent, at, 1.0, decoding_keys(values_codec, keys))

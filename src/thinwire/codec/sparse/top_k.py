@@ -102,6 +102,7 @@ class TopK(Sparsifier):
     def pack_indices(self, indices: Tensor, counts: list[int], numels: list[int]) -> Tensor:
         if self.indices == "fixed":
             return super().pack_indices(indices, counts, numels)
+        # Which code is smallest depends on the data, so the length travels.
         return with_length(kernels.smallest.encode(indices, counts, numels))
 
     def unpack_indices(self, payload: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, int]:
@@ -111,6 +112,7 @@ class TopK(Sparsifier):
         return kernels.smallest.decode(codes, counts, numels), nbytes
 
     def indices_nbytes(self, counts: list[int], numels: list[int]) -> int:
+        # 4 for the length, and a byte a segment that names its code.
         return super().indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
 
 
