@@ -585,3 +585,24 @@ def test_what_cannot_be_is_refused_when_it_is_built(text, message):
     with pytest.raises(ValueError, match=message.replace("(", r"\(")) as caught:
         tw.parse(text)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("averager", [
+    tw.Mean(tw.Fitted(4, candidates=QUANTIZERS, measure_steps=(1,))),
+    tw.Mean(tw.Fitted(error_of=tw.QSGD(bits=4, bucket_size=64), candidates=QUANTIZERS, measure_steps=(1,))),
+], ids=repr)  # fmt: skip
+def test_a_layer_without_a_gradient_counts_nothing(averager):
+    """It gets the fewest bits. Before, its weight was infinite, and the choice of candidates never ended."""
+    layers = [("unused", torch.zeros(64, 64)), *gradients(0, 0)]
+
+    def worker(comm):
+        state = averager.init(layers, comm)
+        for _ in range(2):
+            averager.step(state, [(name, x.clone()) for name, x in layers], comm).wait()
+            averager.commit(state)
+        return averager.diagnostics(state)
+
+    (found,) = tw.LocalWorld(1).run(worker)
+    assert all(math.isfinite(value) for value in found.values())
+    assert found["bits/unused"] == min(value for name, value in found.items() if name.startswith("bits/"))
+    assert found["bits/head"] > found["bits/unused"]

@@ -67,3 +67,9 @@ def test_many_sums_are_thinned_and_stay_close_to_the_bound():
 def test_a_budget_that_nothing_fits_is_refused():
     with pytest.raises(ValueError, match="the lightest candidates weigh 3, more than 2"):
         allocate(np.ones((2, 2)), np.array([[1.0, 5.0], [2.0, 2.0]]), 2.0)
+
+
+@pytest.mark.parametrize("wrong", [np.nan, np.inf])
+def test_numbers_that_are_not_finite_are_refused(wrong):
+    with pytest.raises(ValueError, match="not finite"):
+        allocate(np.array([[wrong, 1.0], [2.0, 1.0]]), np.array([[1.0, 2.0], [1.0, 2.0]]), 3.0)

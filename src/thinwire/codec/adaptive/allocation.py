@@ -44,13 +44,14 @@ def allocate(values: Matrix, weights: Matrix, budget: float, exact: bool = True)
         The candidate of each layer, (layers,).
 
     Raises:
-        ValueError: even the lightest candidates together exceed the budget.
+        ValueError: even the lightest candidates together exceed the budget, or a value is not finite.
 
     Example:
         >>> errors, num_bytes = np.array([[9.0, 1.0], [4.0, 3.0]]), np.array([[1.0, 2.0], [1.0, 2.0]])
         >>> allocate(errors, num_bytes, budget=3).tolist()
         [1, 0]
     """
+    require(bool(np.isfinite(values).all() and np.isfinite(weights).all()), "a value or a weight is not finite")
     lightest = weights.min(1).sum()
     require(
         bool(lightest <= budget * (1 + _ROUNDING)),

@@ -354,7 +354,10 @@ class Fitted(AdaptiveCodec):
         """What a squared error of each layer counts, (layers,)."""
         if self.weighting == "squared":
             return np.ones(len(errors))
-        return np.array(numels) / np.maximum(errors[:, -1], np.finfo(np.float64).tiny)
+        sizes, norms = np.array(numels, dtype=np.float64), errors[:, -1]
+        # A layer without a gradient, such as one that is not used, has no error to count.
+        has_gradient = norms > sizes * np.finfo(np.float64).tiny
+        return np.divide(sizes, norms, out=np.zeros(len(norms)), where=has_gradient)
 
     def _followed(self, state: FittedState, measured: Tensor) -> tuple[float, float, float]:
         """The budget in bytes that suits the line, its rate and the next growth, by the module's rule."""
