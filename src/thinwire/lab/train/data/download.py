@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
 from pathlib import Path
 from urllib.request import urlopen
 
 from .cache import locked, write_whole
+
+CHUNK_BYTES = 1 << 18
 
 
 def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds: float = 20) -> None:
@@ -40,6 +41,7 @@ def _fetch(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds: f
     from rich.console import Console
     from rich.progress import wrap_file
 
+    digest = hashlib.sha256()
     with urlopen(url, timeout=timeout_seconds) as response, open(path, "wb") as out:
         console = Console(stderr=True)
         reader = wrap_file(
@@ -50,6 +52,8 @@ def _fetch(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds: f
             disable=not console.is_terminal,
         )
         with reader as source:
-            shutil.copyfileobj(source, out)
-    if hashlib.sha256(path.read_bytes()).hexdigest() != sha256:
+            while chunk := source.read(CHUNK_BYTES):
+                digest.update(chunk)
+                out.write(chunk)
+    if digest.hexdigest() != sha256:
         raise ValueError(f"{url} gave {path.stat().st_size:,} bytes that are not the file expected; nothing is kept")
