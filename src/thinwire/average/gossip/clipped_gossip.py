@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -86,7 +87,7 @@ class ClippedGossip(GossipAverager):
             f"ClippedGossip: the workers of a node take their plain mean under {self.topology}; use another topology",
         )
 
-    @property
+    @cached_property
     def traits(self) -> AveragerTraits:
         return replace(super().traits, keeps_mean=self.tau == math.inf)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import ClassVar
 
 from torch import Tensor
@@ -58,7 +59,7 @@ class Mix(GossipAverager):
         super().__post_init__()
         check_step_size(self, self.step_size)
 
-    @property
+    @cached_property
     def traits(self) -> AveragerTraits:
         return replace(super().traits, mixes_plainly=self.step_size == 1.0)
 
