@@ -7,7 +7,7 @@ import struct
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import thinwire as tw
@@ -139,13 +139,24 @@ def test_it_is_subspace_iteration(shape, iterations):
 
 @settings(max_examples=60, deadline=None)
 @given(n=st.integers(20, 60), m=st.integers(20, 60), rank=st.integers(1, 8), seed=st.integers(0, 9))
+@example(n=53, m=53, rank=4, seed=2)  # an unlucky first Q: after 8 iterations still 1.104 times the least error
 def test_iterations_come_close_to_the_best_approximation(n, m, rank, seed):
-    x = decaying(n, m, seed)
-    optimal = torch.linalg.svdvals(x.double())[rank:].square().sum()
-    for iterations, most in ((1, 3.0), (8, 1.1)):
+    """Within the bound of Halko, Martinsson and Tropp 2011, theorem 9.1, for the first Q that was drawn.
+
+    With x = U S V^T, W = V^T Q split after `rank` rows, and i iterations it is
+    |S_2|^2 + |S_2^(2i + 1) W_2 W_1^-1 S_1^(-2i)|^2.
+    """
+    x, key = decaying(n, m, seed), tw.codec.Key(seed)
+    _, s, v = torch.linalg.svd(x.double(), full_matrices=False)
+    start = 2 * kernels.uniform(kernels.mix_key(key.mixed(), 0, 0), rank * m).double() - 1
+    first, others = (v @ start.view(rank, m).t()).split([rank, len(s) - rank])
+    optimal = s[rank:].square().sum()
+    for iterations in (1, 8):
         residual = torch.empty_like(x)
-        tw.codec.LowRank(rank, tw.codec.Identity(), iterations).encode(x, tw.codec.Key(seed), residual)
-        assert optimal <= residual.double().square().sum() * (1 + 1e-5) <= most * optimal
+        tw.codec.LowRank(rank, tw.codec.Identity(), iterations).encode(x, key, residual)
+        excess = s[rank:, None] ** (2 * iterations + 1) * (others @ first.inverse()) * s[:rank] ** (-2 * iterations)
+        error = residual.double().square().sum()
+        assert optimal <= error * (1 + 1e-5) and error <= (optimal + excess.square().sum()) * (1 + 1e-5)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e12, 1e30])
