@@ -336,6 +336,9 @@ def alone():
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    # PyTorch keeps one for the whole process. Threads whose forwards overlap leave one of theirs there, and torch.compile
+    # would split later models into its buckets.
+    DistributedDataParallel._active_ddp_module = None
 
 
 def test_workers_in_ddp_come_and_go_though_each_makes_buckets_of_its_own(alone, elastic):
