@@ -15,7 +15,7 @@ SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/* nat
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run the tests of the library and the command line"
-	@echo "make test-all   run all tests: also trainers, notebook, package of a method, pages of the guide, launchers and what they kill, GPU script, network lab"
+	@echo "make test-all   run all tests: also whole runs of several processes, trainers, notebook, package of a method, pages of the guide, launchers, GPU script, network lab"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
 	@echo "make test-oldest-triton   compile the GPU kernels with the oldest Triton that is supported; downloads it"
 	@echo "make test-gpu   run the tests that need a GPU"

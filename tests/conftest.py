@@ -13,11 +13,14 @@ gc.disable()  # until all modules are imported and all tests collected: what the
 os.environ["OMP_NUM_THREADS"] = "1"  # before PyTorch is loaded: threads that are started later read it then
 
 import hypothesis  # noqa: E402
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
 
 from helpers.one_core import one_core  # noqa: E402
+from helpers.program import killed_after_an_error  # noqa: E402
+from helpers.spawn import PRELOADED  # noqa: E402
 
 from thinwire import messages  # noqa: E402
 from thinwire.comm import LocalWorld  # noqa: E402
@@ -35,20 +38,48 @@ LocalWorld.run = one_core()(LocalWorld.run)
 messages.is_configured = lambda: False
 
 
-# What lies outside of the library and its command line; `make test` leaves it out.
+# What `make test` leaves out: what lies outside of the library and its command line, and whole runs of several processes.
+# A test of these files takes about a second of a processor, or more.
 INTEGRATION = (
+    "average/test_fitted_steps.py",
+    "comm/elastic/test_elastic.py",
+    "comm/elastic/test_elastic_joining.py",
+    "comm/elastic/test_elastic_relay.py",
+    "comm/test_backend.py",
     "gpu/test_commands.py",
+    "hostile/test_fixed_runs.py",
+    "hostile/test_hostile_runs.py",
     "integrations/test_accelerated_optimizer.py",
+    "integrations/test_checkpoint_moves.py",
+    "integrations/test_strategy_state.py",
     "integrations/test_trainers.py",
+    "kernels/test_set_threads.py",
+    "lab/bench/test_internet.py",
     "lab/bench/test_netlab.py",
+    "lab/cli/test_doctor_command.py",
+    "lab/cli/test_extras.py",
     "lab/cli/test_new_method.py",
+    "lab/sweep/test_sweep_runs.py",
     "lab/sweep/test_sweep_slurm.py",
+    "lab/train/folder/test_checkpoint.py",
+    "lab/train/run/test_determinism.py",
     "lab/train/run/test_elastic_runs.py",
     "lab/train/run/test_interrupt.py",
+    "lab/train/run/test_layout_of_run.py",
+    "lab/train/run/test_loop.py",
+    "lab/train/run/test_quorum_runs.py",
+    "lab/train/run/test_skipped_steps.py",
     "lab/train/start/test_launch.py",
     "lab/train/start/test_launch_examples.py",
+    "strategy/test_abandoned_backward.py",
+    "strategy/test_elastic_sharded.py",
+    "strategy/test_gossip_processes.py",
+    "strategy/test_sharded.py",
+    "strategy/test_training_features.py",
+    "strategy/test_works_with.py",
     "test_docs.py",
     "test_tutorial.py",
+    "testing/test_attacks.py",
 )
 
 
@@ -66,6 +97,12 @@ def _dealt(items: list, processes: int) -> list:
     return [*itertools.chain(*shares)]
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call():
+    with killed_after_an_error():
+        return (yield)
+
+
 def pytest_collection_modifyitems(items) -> None:
     """Mark the tests of integrations, put the tests in order, and choose what the fork server imports.
 
@@ -77,8 +114,6 @@ def pytest_collection_modifyitems(items) -> None:
         if os.path.relpath(item.path, tests) in INTEGRATION:
             item.add_marker("integration")
     items[:] = _dealt(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1)))
-    from helpers.spawn import PRELOADED
-
     preloaded = list(PRELOADED)
     if any("/tests/lab/" in str(item.path) for item in items):
         from thinwire.lab.train.start.spawn import PRELOADED as FOR_THE_LAB

@@ -22,6 +22,7 @@ class UntilConfigured(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one line."""
+        # Else handlers of the root logger get the record, because it propagates.
         if not is_configured():
             sys.stderr.write(f"thinwire: {self.format(record)}\n")
             sys.stderr.flush()

@@ -170,7 +170,7 @@ def _tree(text: str) -> ast.expr:
             return ast.parse(text, mode="eval").body
     except SyntaxError as error:
         raise ValueError(f"cannot read {_short(text)}: {error.msg} at column {error.offset}") from None
-    except (RecursionError, MemoryError, ValueError) as error:
+    except (RecursionError, MemoryError, ValueError) as error:  # from deep nesting or lone surrogates
         reason = str(error) if isinstance(error, ValueError) else "it is nested too deeply"
         raise ValueError(f"cannot read {_short(text)}: {reason} (from column 1 on)") from None
 

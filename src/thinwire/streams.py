@@ -132,5 +132,6 @@ def uploaded(device: torch.device, numbers: Sequence[Any], dtype: torch.dtype = 
                 [3, 4]])
     """
     refuse_capture(device)
+    # The default device may be a GPU, and the host waits for uploads from memory that is not pinned.
     made = torch.tensor(numbers, dtype=dtype, device="cpu")
     return made.pin_memory().to(device, non_blocking=True) if has_streams(device) else made.to(device)

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -22,6 +27,8 @@ from helpers.program import programs
 from helpers.spawn import run_tcp, run_threads, spawn
 
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld
+from thinwire.comm.elastic import groups
+from thinwire.comm.elastic.lighthouse import Asker
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
 OPERATIONS = {
@@ -172,6 +179,51 @@ def forgets_to_close(store):
 def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
     with programs(forgets_to_close, [(str(tmp_path / "store"),)], tmp_path) as (program,):
         assert (program.wait(150), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
+
+
+def wait_over_gloo(rank, store):
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    comm = ProcessGroupCommunicator()
+    return lambda: comm.all_reduce(torch.ones(1)).wait()
+
+
+def wait_in_an_elastic_round(rank, store):
+    groups_of_round = groups.GlooGroups(timedelta(seconds=60), on_gpus=False)
+    with mock.patch.object(groups, "store_at", lambda place, limit: dist.PrefixStore(place, store)):
+        groups_of_round.connect("round", rank, 2, timedelta(seconds=60))
+    return lambda: groups_of_round.all_reduce(torch.ones(1))()
+
+
+def send_a_slow_heartbeat(rank, store):
+    def heartbeat(id, timeout):
+        store.wait(["an answer"], timedelta(seconds=0.6))
+
+    asker = Asker(SimpleNamespace(heartbeat=heartbeat), "worker 0")
+    asker._until = math.inf
+    return asker._beat
+
+
+def ends_while_a_thread_waits(start, rank, folder):
+    """Rank 0 ends while a thread of it waits, for rank 1 or for a while; the wait would be over while Python finalizes."""
+    store = dist.FileStore(f"{folder}/store", 2)
+    wait = start(rank, store)
+    if rank == 1:
+        store.wait(["end"])
+        time.sleep(0.5)
+        os._exit(0)
+    threading.Thread(target=wait, daemon=True).start()
+    time.sleep(0.3)
+    sys.modules["late"] = late = types.ModuleType("late")
+    late.value = type("Late", (), {"__del__": lambda self, sleep=time.sleep: sleep(1)})()  # a second of finalizing
+    store.set("end", "")
+    sys.exit(1)
+
+
+@pytest.mark.parametrize("start", [wait_over_gloo, wait_in_an_elastic_round, send_a_slow_heartbeat])
+def test_a_process_ends_with_its_own_exit_code_while_a_thread_waits(start, tmp_path):
+    arguments = [(start, rank, str(tmp_path)) for rank in range(2)]
+    with programs(ends_while_a_thread_waits, arguments, tmp_path) as (first, second):
+        assert (first.wait(150), second.wait(150)) == (1, 0), first.stderr
 
 
 def waits_for_ever(comm, folder):

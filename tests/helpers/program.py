@@ -19,8 +19,11 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from .spawn import CONTEXT
+
+_all: WeakSet[Program] = WeakSet()
 
 
 class Program:
@@ -42,6 +45,7 @@ class Program:
         self._process.start()
         assert self._process.pid is not None
         self.pid = self._process.pid
+        _all.add(self)
 
     @property
     def stdout(self) -> str:
@@ -125,6 +129,18 @@ def programs(
     finally:
         for program in started:
             program.kill()
+
+
+@contextlib.contextmanager
+def killed_after_an_error() -> Iterator[None]:
+    """Context in which programs that start are killed if it raises: a test that fails leaves none at work beside the others."""
+    before = set(_all)
+    try:
+        yield
+    except BaseException:
+        for program in set(_all) - before:
+            program.kill()
+        raise
 
 
 def _main(function: Callable[..., None], arguments: tuple, environment: dict[str, str], streams: str) -> None:

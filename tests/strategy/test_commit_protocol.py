@@ -21,7 +21,7 @@ def _share(head):
 class Network:
     """Delivers messages one at a time, in an order that a seed chooses; those of one worker to another stay in order."""
 
-    def __init__(self, size, num_fragments, quorum, seed, monkeypatch):
+    def __init__(self, size, num_fragments, quorum, seed, monkeypatch, max_bytes=1000):
         self.random, self.size = random.Random(seed), size
         self.queues = {(a, b): deque() for a in range(size) for b in range(size) if a != b}
         self.dead, self.handlers = set(), {}
@@ -29,13 +29,14 @@ class Network:
 
         class Simulated:
             def __init__(self, comm, max_bytes, on_message, on_lost):
-                self.rank = comm.rank
+                self.rank, self.max_bytes = comm.rank, max_bytes
                 network.handlers[comm.rank] = (on_message, on_lost)
 
             def start(self):
                 pass
 
             def post(self, peer, kind, payload=None):
+                assert payload is None or payload.numel() <= self.max_bytes
                 if self.rank not in network.dead:
                     network.queues[self.rank, peer].append(Message(self.rank, kind, payload))
 
@@ -50,7 +51,7 @@ class Network:
 
         monkeypatch.setattr(commit_protocol, "Messenger", Simulated)
         comms = [SimpleNamespace(rank=rank, size=size) for rank in range(size)]
-        self.workers = [commit_protocol.CommitProtocol(quorum, num_fragments, comm, 1000) for comm in comms]
+        self.workers = [commit_protocol.CommitProtocol(quorum, num_fragments, comm, max_bytes) for comm in comms]
         self.taken = [[[] for _ in range(num_fragments)] for _ in range(size)]
 
     def deliver(self):
@@ -253,4 +254,17 @@ def test_only_the_leader_ends_a_phase(monkeypatch):
             Message(source, commit_protocol.QuorumMessage.NOTE, torch.frombuffer(bytearray(note), dtype=torch.uint8))
         )
         assert net.workers[1]._ended.phase == (9 if source == 0 else 0)
+    net.close()
+
+
+def test_a_share_of_one_of_many_fragments_fits_though_its_head_tells_of_all(monkeypatch):
+    most = 1 << 21
+    net = Network(2, 2000, Quorum(), 0, monkeypatch, most)
+    for rank in range(2):
+        net.workers[rank].send(1999, 0, 1, (0, 0), torch.zeros(most, dtype=torch.uint8))
+    while net.deliver():
+        pass
+    for rank in range(2):
+        (merged,) = net.taken[rank][1999]
+        assert merged.version == 1 and [share.message.numel() for share in merged.shares] == [most] * 2
     net.close()

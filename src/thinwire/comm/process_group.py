@@ -14,7 +14,7 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise. Parts of nea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
@@ -31,6 +31,8 @@ from .addresses import own_address
 from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
+from .exit import wait_at_most_until_exit
+from .gloo import hang_up, wait_for_all
 from .handle import CommunicationError, reason_of
 from .ledger import Ledger
 from .side_streams import SideStreams
@@ -38,7 +40,6 @@ from .side_streams import SideStreams
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
-HANG_UP_TAG = 1  # all messages have tag 0
 SLOT_MULTIPLE = 16  # bytes, so that messages in slots are aligned
 MOST_PADDING = 8  # slots of one size pad messages by up to an eighth; beyond that each worker sends its own size
 
@@ -118,25 +119,17 @@ class ProcessGroupCommunicator(Communicator):
         return self._streams.issue_queued(device, tensors, start)
 
     def _complete(self, wait: Callable[[], Any]) -> None:
+        gloo: Any = self._group._get_backend(torch.device("cpu")) if self._backends.get("cpu") == "gloo" else None
         try:
-            wait()
+            if gloo is None:
+                wait()
+            else:
+                wait_at_most_until_exit(wait, partial(hang_up, gloo))
         except RuntimeError:
             self._has_failed = True
-            self._hang_up()
+            if gloo is not None:
+                hang_up(gloo)
             raise
-
-    def _hang_up(self) -> None:
-        """Closes Gloo's connections, so that workers that wait for this one fail at once, and so on along a ring.
-
-        A receive that runs into its timeout closes them all; on Gloo, `ProcessGroup.abort()` closes none. Its tag is its own:
-        a message that the peer has sent already would not fit, and Gloo ends the process over that.
-        """
-        for peer in self.global_ranks:
-            if self._backends.get("cpu") == "gloo" and peer != dist.get_rank():
-                with contextlib.suppress(RuntimeError, ValueError):
-                    receive = dist.irecv(torch.empty(1, device="cpu"), peer, group=self._group, tag=HANG_UP_TAG)
-                    assert receive is not None, "this process is in the group"
-                    receive.wait(timedelta(milliseconds=1))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
         """The one device of all tensors, for which there must be a backend."""
@@ -310,30 +303,6 @@ def _groups_over(ranks: list[int], config: str, timeout_seconds: float) -> _Grou
     assert world is not None, "torch.distributed is initialised"
     of_world = _GROUPS.setdefault(world, {})
     return of_world.setdefault((*ranks, config, timeout_seconds), _Groups(ranks, config, timeout_seconds))
-
-
-def wait_for_all(
-    works: list[tuple[str, Any]], copies: Sequence[tuple[Tensor, Tensor]] = (), limit: timedelta = timedelta(0)
-) -> None:
-    """Wait for operations, and copy what came to where it belongs.
-
-    Args:
-        works: what each is called in an error, and the operation.
-        copies: pairs of a tensor of the caller's and the one in main memory that was written, which may be the same.
-        limit: how long to wait for each; 0 => the group's own.
-
-    Raises:
-        CommunicationError: an operation failed.
-    """
-    for what, work in works:
-        try:
-            work.wait(limit)
-        except RuntimeError as error:
-            reason = reason_of(error)
-            raise CommunicationError(f"{what}: {reason}" if what else reason) from error
-    for tensor, staged in copies:
-        if staged is not tensor:
-            tensor.copy_(staged, non_blocking=True)
 
 
 def _copied(staged: Tensor, tensor: Tensor) -> Tensor:

@@ -40,6 +40,7 @@ def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **opt
         "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )
     handle = compress_gradients(model, averager, scaler=accelerator.scaler, **options)
+    # Accelerate calls `state_dict` on all workers, and writes what one of them returns.
     accelerator.register_for_checkpointing(AllWorkersState(handle))
     return handle
 

@@ -79,7 +79,7 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     is_own = len(found) == strategy.comm.size and own_key in found  # elastic: a worker's rank may have been another one
     needed = [own_key] if is_own else sorted(found)
     template = {name: _template(own, f"{key}.{name}", saved) for name in needed}
-    dcp.load({key: template}, checkpoint_id=checkpoint_id)
+    dcp.load({key: template}, checkpoint_id=checkpoint_id)  # fills the tensors of the template
     state.load_state_dict(template)
 
 
@@ -103,6 +103,7 @@ def _as_parameter(value: Tensor, parameter: Any) -> Tensor | dict[str, Tensor]:
         return {_place(parameter): value} if sharded else value
     if not sharded:
         return value.reshape(held)
+    # Without them PyTorch takes all shards to be of equal size.
     shape, stride = parameter.shape, parameter.stride()
     return DTensor.from_local(
         value.reshape(held), parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
@@ -141,4 +142,5 @@ def _template(state: Any, path: str, saved: Mapping[str, Any]) -> Any:
         f"the checkpoint has no {path}; a state whose size is not that of a parameter, such as PowerSGD's Q or the memory of "
         "scatter_reduce's owners, loads on as many shards as it was saved on",
     )
+    # The size as saved: that of PowerSGD's Q is 0 until the first step.
     return torch.zeros_like(state) if isinstance(state, DTensor) else state.new_zeros(saved[path].size)

@@ -51,7 +51,7 @@ class CompressGradients(pl.Callback):
         self.handle = compress_gradients(
             model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
         )
-        for optimizer in trainer.optimizers:
+        for optimizer in trainer.optimizers:  # else their first step would find out
             self.handle.check_optimizer(optimizer)
         if self._saved is not None:
             AllWorkersState(self.handle).load_state_dict(self._saved)
@@ -90,4 +90,5 @@ class CompressGradients(pl.Callback):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop averaging, so that the process can end."""
+        # Lightning does not call `teardown` of callbacks after an error.
         self.teardown(trainer, pl_module, "fit")

@@ -44,6 +44,7 @@ class AllWorkersState:
         """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together."""
         comm, own = self._strategy.comm, self._strategy.state_dict()
         payload = _pack(own)
+        # States differ in length, and `exchange` needs buffers of the right size.
         sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()
         if comm.rank:
             comm.exchange({0: payload.to(comm.device)}, {}).wait()
@@ -65,10 +66,12 @@ class AllWorkersState:
 def _pack(state: dict[str, Any]) -> Tensor:
     buffer = io.BytesIO()
     torch.save(state, buffer)
+    # A copy, as PyTorch wants a writable buffer.
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def _unpack(payload: Tensor) -> dict[str, Any]:
+    # Not on the sender's GPU, and without the code that a pickle of another worker could run.
     state: dict[str, Any] = torch.load(
         io.BytesIO(payload.cpu().numpy().tobytes()), map_location="cpu", weights_only=True
     )

@@ -77,6 +77,7 @@ class CompressGradients(TrainerCallback):
         """Add this worker's bytes and waiting time to the row that is being logged, and to the progress bar."""
         if self.handle is not None:
             values = numbers(self.handle)
+            # The trainer has added a copy of `logs` to its history already.
             state.log_history[-1].update(values)
             if logs is not None:
                 logs.update(values)

@@ -31,6 +31,7 @@ def settings_of(averager: Averager) -> tuple[list[Averager], float]:
 def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
     """Whether it is chosen when workers connect ("auto"), and the exchange that its configuration names, if any."""
     parts = parts_of(averager)
+    # A rule needs the message of every worker, so it never sends over another exchange.
     word = "all_gather" if parts.get("rule") is not None else parts.get("exchange", "")
     return word == "auto", EXCHANGES.get(word)
 

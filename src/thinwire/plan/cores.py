@@ -55,9 +55,11 @@ class Cores:
         self._since = self._engine.now
 
     def _plan_next_end(self) -> None:
+        # The heap keeps the ends that were planned before; by this number `_end` knows that they are out of date.
         self._changes += 1
         if self._jobs:
             shortest = min(self._jobs, key=lambda job: job.left)
+            # Rounding may leave a job slightly below zero.
             end = self._engine.now + max(0.0, shortest.left) / self._speed
             self._engine.at(end, partial(self._end, shortest, self._changes))
 

@@ -93,6 +93,7 @@ class Engine:
 
     def at(self, time: float, act: Callable[[], None]) -> None:
         """Have `act` run at `time`; those of one time in the order of the calls."""
+        # The number orders events of one time by their calls, and spares heapq from comparing functions.
         self._number += 1
         heapq.heappush(self._events, (time, self._number, act))
 
@@ -135,6 +136,7 @@ class Engine:
 
     def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
         """The messages one by one; where one line takes many, several together."""
+        # A group takes the path to its first peer, and only a folded network has one path to all other nodes.
         size = -(-len(sends) // EVENTS) if self._is_folded else 1
         of_node = rank // self.network.workers_per_node
         for leaves, run in groupby(sends, lambda send: send[0] // self.network.workers_per_node != of_node):
@@ -170,6 +172,7 @@ class Engine:
         extra = messages * link.message_seconds
         begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
         taken = num_bytes / coming + extra, link.burst_bytes / coming
+        # The receiver's line serves in the order of arrival, so it is taken only when the message gets there.
         self.at(begin + hops * link.latency_seconds, lambda: self._arrive(channels, into.take(self.now, *taken)[1]))
         return end
 
@@ -217,7 +220,9 @@ class Engine:
     def _ring(self, rank: int, number: int, num_bytes: int, operation: Operation) -> Iterator[Operation]:
         """The thread of one worker's part of its ring of this number."""
         events, size = operation.left, self.network.workers
+        # One event stands for this many steps, fractions included, so that a long ring costs no more events.
         hops = 2 * (size - 1) / events
+        # Folded, the last worker of node 0 sends to the next node, whose first worker is worker 0 here.
         before, after = (self._rings[of % self.workers, number] for of in (rank, rank + 1))
         for _ in range(events):
             self._transmit(rank, rank + 1, hops * num_bytes / size, hops, [after], hops)

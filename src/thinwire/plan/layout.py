@@ -36,6 +36,7 @@ def _order(lines: Lines) -> tuple[tuple[int, ...], int]:
     """The order of ranks, and how many stand in a site."""
     found = sites(lines.round_trip_seconds)
     per_node = len(found[0])
+    # A `Layout` has one number of workers for all sites.
     if 1 < per_node < lines.size and all(len(site) == per_node for site in found):
         leaders = [max(site, key=lines.out) for site in found]  # the first of equal ones
         ring = bottleneck_ring(_among(lines, leaders))

@@ -170,6 +170,7 @@ def _pair(comm: Communicator, peer: int, effort: Effort, seconds: float) -> _Row
             comm.exchange({peer: _number(there)}, {}).wait()
         trips.append(time.perf_counter() - began)
         clocks.append(there - start - trips[-1] / 2)
+        # The lower rank decides for both. The question takes a round trip too, so it comes only now and then.
         enough = len(trips) >= LEAST_TRIPS and (len(trips) >= effort.round_trips or time.monotonic() > until)
         goes_on = len(trips) % LEAST_TRIPS != 0 or not max(swap(float(enough and comm.rank < peer)))
     fastest = min(range(len(trips)), key=trips.__getitem__)
@@ -185,7 +186,7 @@ def _rate(comm: Communicator, peer: int, most_bytes: int, seconds: float, latenc
     rate = 0.0
     while num_bytes > 0:
         came = _both_ways(comm, peer, num_bytes)
-        rate = num_bytes / max(came - latency, came / 2)
+        rate = num_bytes / max(came - latency, came / 2)  # a short message may come sooner than the latency says
         left -= num_bytes
         is_long, is_all = max(_swap(comm, peer, came)) > seconds / 2, left < num_bytes
         num_bytes = 0 if is_long or is_all else min(left, GROWTH * num_bytes)
@@ -245,6 +246,7 @@ def connections() -> Iterator[socket.socket]:
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError, ValueError):
             if os.readlink(entry).startswith("socket:"):
+                # A copy, because closing a socket closes its descriptor.
                 with socket.socket(fileno=os.dup(int(entry.name))) as connection:
                     if connection.type == socket.SOCK_STREAM and connection.family in (socket.AF_INET, socket.AF_INET6):
                         connection.getpeername()  # an error where it listens

@@ -117,7 +117,7 @@ def methods(workers_per_node: int = 1) -> list[Method]:
                 f"top-k 1 %, 4 bits, {exchange}",
                 Gradients(Mean(sparse, ErrorFeedback(), exchange=exchange)),
                 (measured, bad_under_adam),
-                state_floats=2,
+                state_floats=2,  # the memory, committed and pending
             )
             for exchange, measured in (
                 ("all_gather", _digits("99.3")),
@@ -130,7 +130,7 @@ def methods(workers_per_node: int = 1) -> list[Method]:
             "DGC 0.1 %, sparse_reduce",
             Gradients(Mean(TopK(0.001), MomentumCorrection(), exchange="sparse_reduce")),
             (Measured("sgd", "98.3 %, dense 99.1 % on digits, after a warm-up", is_near=True),),
-            state_floats=4,
+            state_floats=4,  # momentum and velocity, committed and pending
         ),
         Method(
             "PowerSGD, rank 4",

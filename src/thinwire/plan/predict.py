@@ -119,6 +119,7 @@ def predict(
     workload, speeds = Workload.of(model, compute_seconds), speeds or Speeds()
     known = methods(network.workers_per_node)
     asked = known if candidates is None else list(candidates)
+    # Speedups are relative to these two, whatever was asked for.
     baselines = {m.name: m for m in known if m.name in (DDP, BF16)}
     chosen = {m.name: m for m in asked} | baselines
     with _uncollected():
@@ -177,6 +178,7 @@ def _predicted(
     is_even = not network.uplinks
     buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node, is_even, owned)
     compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
+    # Where nothing is sent in backward, the round is simulated alone; `exposed_seconds` adds what compute cannot hide.
     backward = compute - forward if rhythm.in_backward else 0.0
     total = sum(numel for numel, _ in buckets)
     seconds = simulate(
@@ -207,7 +209,7 @@ def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float
     return rhythm.fragments * max(0.0, round_seconds / rhythm.fragments - hidden)
 
 
-@lru_cache(maxsize=512)
+@lru_cache(maxsize=512)  # figures ask for the same programs at many rates
 def programs_of(
     strategy: Averaging[AveragerAttachment],
     shapes: tuple[torch.Size, ...],
@@ -228,6 +230,7 @@ def programs_of(
     averager, rhythm = strategy.averager, strategy.rhythm
     assert isinstance(averager, Averager), "one without rounds has no program"
     calls = [shapes * rhythm.copies] if averager.traits.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
+    # Equal buckets, as of repeated layers, are recorded once.
     made = {call: tuple(_node(averager, call, workers, workers_per_node, is_even, owned)) for call in set(calls)}
     return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
 

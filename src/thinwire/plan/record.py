@@ -125,17 +125,19 @@ def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mai
     stand_in = sized(averager, actions, workers_per_node)
     state = stand_in.init(tensors, comm)
     state.clock = _Untimed()
+    # `init` compares configurations, which is no part of a round.
     before = comm.ledger.snapshot()
     comm.begin(mail)
     handle = stand_in.step(state, tensors, comm)
     step = _taken(actions)
     stages = []
-    for flight in getattr(state, "flights", ()):
+    for flight in getattr(state, "flights", ()):  # only the state of `Mean` has them
         while flight.finish is None:
             flight.advance()
             stages.append(_taken(actions))
     handle.wait()
     wait = _taken(actions)
+    # These averagers have no codec that would note their work.
     if multiplies(averager):
         numel = sum(t.numel() for _, t in tensors)
         step, wait = (Work("encode", numel, PRODUCTS), *step), (*wait, Work("decode", numel, PRODUCTS))
@@ -241,7 +243,7 @@ class Recorder(Communicator):
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
-        num_bytes = 8 + tensor.numel() * tensor.element_size()
+        num_bytes = 8 + tensor.numel() * tensor.element_size()  # each worker sends its size first
         messages = tuple((peer, num_bytes) for peer in self._others(result))
         return self._note(PeerMessages(messages, messages))
 
@@ -250,6 +252,7 @@ class Recorder(Communicator):
             for peer, tensor in sends.items():
                 self._mail[self.rank, peer].append(tensor)
             for peer, tensor in receives.items():
+                # `get` adds no queue for a worker that is not recorded.
                 if waiting := self._mail.get((peer, self.rank)):
                     tensor.copy_(waiting.popleft())
         return self._note_messages(*self._with_empty)
@@ -257,6 +260,7 @@ class Recorder(Communicator):
     def _submit_exchange(
         self, operation: str, sends: dict[int, Tensor], receives: dict[int, Tensor], result: Any
     ) -> Handle:
+        # The base class drops empty messages before `_start_exchange`, which notes them.
         self._with_empty = sends, receives
         return super()._submit_exchange(operation, sends, receives, result)
 

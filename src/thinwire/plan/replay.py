@@ -52,6 +52,7 @@ class Replay:
         self._engine.run(lambda: all(thread.is_idle for thread in self._first))
         require(all(t.is_idle for t in self._first), "a worker waits for a message that nobody sends")
         now = self._engine.now
+        # A training plays pieces without end; ended gates would pile up.
         self._gates = {key: gate for key, gate in self._gates.items() if gate.is_under_way(now)}
         return now
 
@@ -59,6 +60,7 @@ class Replay:
         key = (rank, number)
         for kind, *rest in entries:
             if kind not in ("work", "wait"):
+                # Made before the engine runs, because another thread may wait for it before it begins.
                 self._gates[rank, rest[0]] = Operation(1)
         thread = self._threads.get(key) or self._open(key)
         self._queues[key].extend(entries)

@@ -58,6 +58,7 @@ def simulate(
         worker = _SimulatedWorker(engine, rank, buckets, forward_seconds, work_seconds)
         threads += [Thread(engine, rank, worker.compute()), Thread(engine, rank, worker.finish())]
     engine.run()
+    # No event is left, so a thread that still waits would wait for ever.
     require(all(t.is_idle for t in threads), "a worker waits for a message that nobody sends; is the fold wrong?")
     return max(t.end for t in threads)
 
@@ -78,6 +79,7 @@ class _SimulatedWorker:
         self._buckets = [(bucket.backward_seconds, bucket.programs[rank]) for bucket in buckets]
         self._operations: list[list[Operation]] = [[] for _ in buckets]
         self._stepped = [Operation(1) for _ in buckets]
+        # Both threads take from these iterators, so each stage is performed once.
         self._stages = [iter(program.stages) for _, program in self._buckets]
 
     def compute(self) -> Iterator[float | Operation]:

@@ -47,6 +47,7 @@ def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Aver
     """The averager after all warm-ups, with stand-ins for its codecs, that note their work in `actions`."""
     late: Averager = resolve(on_nodes(averager, workers_per_node), _LATE)
     parts = parts_of(late)
+    # A pass over momentum is part of the speed that was measured for its codec; see `speeds.py`.
     adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts.values())
     changes: dict[str, Any] = {}
     for name, part in parts.items():

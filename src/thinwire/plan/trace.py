@@ -56,6 +56,7 @@ class Trace:
         if not self._measures:
             return
         self._thread()
+        # The time of this thread on a core, without its waits: the network model adds those.
         seconds = time.thread_time() - self._own.since
         if seconds > 0:
             self._add(["work", seconds])
@@ -95,6 +96,7 @@ class Trace:
         """A thread of its own, which the operation ends with."""
         begun = self.mark()
         with self._lock:
+            # The caller of a broadcast goes on while its messages are forwarded.
             thread, self._num_threads = self._num_threads, self._num_threads + 1
             came, sent, done = range(self._number, self._number + 3)
             self._number += 3

@@ -86,6 +86,7 @@ class TracedCommunicator(Communicator):
                 answer = self._begun_at + self._replay.play(traces)
             except ValueError as error:
                 answer = str(error)
+        # The error of rank 0 goes to all, so that they stop together.
         answer = self._side.gather_objects(answer)[0]
         self.trace.skip()
         require(not isinstance(answer, str), f"the virtual clock stopped: {answer}")
@@ -213,5 +214,5 @@ class SimulatedWorld:
 
     def _work(self, comm: LocalCommunicator, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         traced = TracedCommunicator(comm, self.network, self.measures)
-        traced.start(comm.duplicate())
+        traced.start(comm.duplicate())  # so that reading the clock mixes with no traced message
         return fn(traced, *args)

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
+from ..exit import wait_at_most_until_exit
+from ..gloo import hang_up, wait_for_all
 from ..handle import CommunicationError
-from ..process_group import HANG_UP_TAG, wait_for_all
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
@@ -119,13 +118,10 @@ class GlooGroups(Groups):
         self._gloo = group
 
     def hang_up(self) -> None:
-        """Over Gloo, a receive that runs into its time limit closes all connections; see `process_group.py`."""
         if self.nccl is not None:
             self.nccl.abort()
         if self._gloo is not None:
-            for peer in set(range(self._gloo.size())) - {self._gloo.rank()}:
-                with contextlib.suppress(RuntimeError, ValueError):
-                    self._gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+            hang_up(self._gloo)
 
     def close(self) -> None:
         """The group closes its connections when it is deleted."""
@@ -148,7 +144,8 @@ class GlooGroups(Groups):
 
     def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
         # Each wait names its limit, because Gloo's own one is that of connecting.
-        return partial(wait_for_all, works, limit=self.limit)
+        wait = partial(wait_for_all, works, limit=self.limit)
+        return partial(wait_at_most_until_exit, wait, partial(hang_up, self._gloo))
 
 
 class TcpGroups(Groups):

@@ -133,7 +133,7 @@ def _work(comm: Communicator, bench: ConsensusBench, averagers: list[Averager]) 
                     error = f"{averager}: squared error {record.squared_error:.2e}"
                     terminal.show(rounds * number + record.round, error)
 
-            named = [("x", start.clone())]
+            named = [("x", start.clone())]  # averaged in place, and the next averager begins there too
             records = consensus(named, averager, rounds, comm, bench.seed, bench.every, show)
             rows.append([_row(bench, averager, record) for record in records])
     return rows
@@ -150,7 +150,7 @@ def _row(bench: ConsensusBench, averager: Averager, record: ConsensusRecord) -> 
         "data": bench.data,
         "shape": list(bench.shape),
         "seed": bench.seed,
-        "squared_error": record.squared_error if math.isfinite(record.squared_error) else None,
+        "squared_error": record.squared_error if math.isfinite(record.squared_error) else None,  # JSON has no infinity
     }
 
 

@@ -41,6 +41,7 @@ def this_host(is_launched: bool, is_timed: bool = False) -> Host:
     interfaces = tuple(
         Interface(
             name,
+            # A link-local IPv6 address may carry its interface, as in fe80::1%eth0.
             tuple(a.address.partition("%")[0] for a in addresses.get(name, ()) if a.family in families),
             state.mtu,
             state.isup,
@@ -61,16 +62,18 @@ def this_host(is_launched: bool, is_timed: bool = False) -> Host:
         },
         interfaces=interfaces,
         address=own_address()[1],
+        # A socket for both families shows IPv4 addresses with this prefix.
         peers=tuple(sorted({c.getpeername()[0].removeprefix("::ffff:") for c in connections()})),
         listening=_listening(),
         taken=() if is_launched or _is_free(MEETING_PORT) else (MEETING_PORT,),
         congestion=_sysctl("tcp_congestion_control"),
         available=tuple(_sysctl("tcp_available_congestion_control").split()),
         allowed=tuple(_sysctl("tcp_allowed_congestion_control").split()),
-        send_buffer_bytes=int(_sysctl("tcp_wmem", "0").split()[-1]),
+        send_buffer_bytes=int(_sysctl("tcp_wmem", "0").split()[-1]),  # least, default and most
         receive_buffer_bytes=int(_sysctl("tcp_rmem", "0").split()[-1]),
         path_mtu=min(_path_mtus(), default=0),
         max_files=_max_files(),
+        # psutil has no affinities on macOS.
         cores=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0],
         memory_bytes=memory.total,
@@ -95,12 +98,12 @@ def _max_files() -> int:
     import resource
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 30
+    return soft if soft != resource.RLIM_INFINITY else 1 << 30  # infinity is -1 on Linux
 
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port whose old connections linger is free
         try:
             probe.bind(("", port))
         except OSError:

@@ -39,6 +39,7 @@ class SyntheticTraining:
 
     def __call__(self) -> None:
         self.optimizer.zero_grad()
+        # `timeline.COLORS` knows the phases by these names.
         with record_function("forward"):
             loss = self._loss(self.model(self.inputs))
         with record_function("backward"):
@@ -115,6 +116,7 @@ def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:
     if isinstance(strategy, Gradients) and bucket_bytes is not None and not ddp:
         strategy = replace(strategy, bucket_bytes=bucket_bytes)
 
+    # mypy keeps the narrowed type in the lambda only for a name that is assigned once.
     chosen = strategy
     return TimedMethod(
         repr(strategy),

@@ -35,7 +35,7 @@ def measured_speeds(numel: int) -> Speeds:
     """
     numel = min(numel, BUCKET)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    averagers = [method.strategy.averager for method in methods(2)]
+    averagers = [method.strategy.averager for method in methods(2)]  # 2 per node => hierarchical methods too
     parts = [part for averager in averagers if isinstance(averager, Averager) for part in parts_of(averager).values()]
     codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []
@@ -74,4 +74,4 @@ def measured_compute(model: nn.Module, inputs: Callable[[], tuple[Any, ...] | to
         start = time.perf_counter()
         model(*arguments).float().square().mean().backward()
         seconds.append(time.perf_counter() - start)
-    return median(seconds[1:])
+    return median(seconds[1:])  # the first call allocates the gradients

@@ -41,7 +41,9 @@ def _of_others() -> dict[str, float]:
         if int(task.name) == threading.get_native_id():
             continue
         try:
+            # In nanoseconds; `stat` counts in ticks, most often of 10 ms.
             count = int((task / "schedstat").read_text().split()[0]) / 1e9
+            # Only the kernel knows the names of C++ threads.
             name = names.get(int(task.name)) or (task / "comm").read_text().strip()
         except OSError:  # it has ended meanwhile
             continue

@@ -19,6 +19,7 @@ def check_writable(path: Path | None) -> None:
     if path is None:
         return
     try:
+        # Opened to append, so that an earlier result stays until there is a new one.
         with open(path, "a"):
             pass
     except OSError as error:

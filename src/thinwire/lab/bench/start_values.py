@@ -32,6 +32,7 @@ def start_values(data: str, shape: Shape, rank: int, size: int, seed: int = 0) -
         1
     """
     require(data in KINDS, f"data must be one of {', '.join(KINDS)}, got {data!r}")
+    # A checksum, because the `hash` of a text differs between processes.
     generator = torch.Generator().manual_seed(mix_key(seed, zlib.crc32(data.encode()), rank))
     return KINDS[data](shape, rank, size, generator)
 

@@ -127,11 +127,12 @@ class StepBench:
 
     def run(self) -> list[dict[str, Any]]:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
-        _methods(self)
+        _methods(self)  # refuses wrong strategies before workers start
         if self.timeline:
             check_kind(self.timeline)
         for path in (self.json, self.timeline):
             check_writable(path)
+        # DDP uses `torch._dynamo`; the fork server imports it once for all workers.
         rows: list[dict[str, Any]] | None = in_workers(run_worker, self, self.workers, ["torch._dynamo"])
         return rows or []
 
@@ -149,7 +150,7 @@ def in_workers(work: Callable[[Any, str], Any], task: Any, workers: int, preload
 def _started(rank: int, work: Callable[[Any, str], Any], task: Any, workers: int, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     work(task, rendezvous)
 
 
@@ -180,7 +181,7 @@ def meeting(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> dist.
     """The store by which the workers that the launcher's environment names find each other."""
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     store: dist.Store = next(dist.rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_seconds)))[0]
-    store.set_timeout(timedelta(seconds=timeout_seconds))
+    store.set_timeout(timedelta(seconds=timeout_seconds))  # a file:// rendezvous ignores its timeout
     return store
 
 
@@ -315,11 +316,13 @@ class Turns:
         for _ in range(turns):
             alone, _ = self._timed(self.alone)
             self.begin()
+            # With overlap a round is in flight here, and a barrier would hide part of it.
             step, by_thread = self._timed(self.step, barrier=not self.method.is_late)
             measured.append(step + alone)
             threads.append(by_thread)
             self.settle()
         every = self.method.rhythm.every
+        # With warmup=0 there are no turns.
         medians = [median(column) / every for column in zip(*measured, strict=True)] or [0.0] * 4
         names = {name for turn in threads for name in turn}
         by_thread = {name: median(turn.get(name, 0.0) for turn in threads) / every for name in sorted(names)}

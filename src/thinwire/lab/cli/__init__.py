@@ -67,18 +67,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if missing := missing_packages(command):
             return fail(advice(command, missing), 2)
         run(options)
+        # A reader that is gone shows here, and not only when Python ends.
         sys.stdout.flush()
         return 0
     except ValueError as error:
         return fail(error, 2)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
-        if package not in EXTRAS:
+        if package not in EXTRAS:  # a bug, or an import of the user
             raise
         return fail(advice(command, [package]), 2)
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
     except BrokenPipeError:
+        # Then another pipe or connection broke, not that of stdout.
         if output_is_read():
             raise
         return 141  # 128 and the number of SIGPIPE, as a shell reports it
@@ -88,7 +90,7 @@ def output_is_read() -> bool:
     """Whether stdout still has a reader. Without one, as after `| head`, what is left to print is dropped."""
     stdout = 1
     waiting = select.poll()
-    waiting.register(stdout, 0)
+    waiting.register(stdout, 0)  # hang-ups and errors are reported unasked
     if not waiting.poll(0):
         return True
     os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # Python flushes once more when it ends

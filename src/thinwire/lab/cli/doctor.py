@@ -56,7 +56,7 @@ class Doctor:
         require_number("timeout", self.timeout, above=0, hint=" seconds")
         require_number("megabytes", self.megabytes, above=0)
         require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
-        parse_count(self.parameters)
+        parse_count(self.parameters)  # a wrong number is found before the measurement
 
 
 @dataclass
@@ -110,6 +110,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
             if rank == 0 and comm.size > 1:
                 print(f"The measurement {effort.announced(comm.size)}.", flush=True)
             lines = measure_lines(comm, effort) if comm.size > 1 else None
+            # The load is from before: the measurement itself keeps cores busy.
             now = replace(this_host(True), load=hosts[rank].load, speeds=hosts[rank].speeds)  # with its connections
             hosts = [Host.of(plain) for plain in comm.gather_objects(asdict(now))]
             transport = "tcp" if isinstance(comm, TcpCommunicator) else "gloo"
@@ -118,6 +119,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
         if rank == 0 or not hosts:
             of_whom = "" if hosts else f"rank {rank} alone"
             _report(asked, _diagnosed(asked, Diagnosis(hosts or [this_host(True, asked.speed)])), of_whom)
+        # PyTorch appends the C++ stack.
         reason = str(error).strip().splitlines()[0].partition(". Exception raised from")[0]
         fail(f"rank {rank} could not connect with the others: {reason}", 1)
         sys.exit(1)
@@ -155,6 +157,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
     if found.lines is not None:
         numel, per_node = parse_count(asked.parameters), int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         workers = found.lines.size
+        # `Network` takes equal nodes only, and hosts may have unequal numbers of workers.
         network = found.lines.on_network(Network(workers, per_node if workers % per_node == 0 else 1))
         found.limits = limits(found.lines, 4 * numel)
         rows = predict(numel, asked.compute, network)

@@ -37,5 +37,5 @@ def advice(command: str, packages: list[str]) -> str:
 def _is_installed(name: str) -> bool:
     try:
         return find_spec(name) is not None
-    except ModuleNotFoundError:
+    except ModuleNotFoundError:  # import hooks may raise it, as those of the tests do
         return False

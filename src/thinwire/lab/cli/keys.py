@@ -68,6 +68,7 @@ class NewToken:
             one = "machine" if self.workers == 1 else f"of {self.workers} machines"
             print(f"on the other {one}, within {self.hours:g} hours, while this command waits:")
             for token in admission.tokens:
+                # Flushed, for the next line comes only when a machine has joined.
                 print(f"  thinwire keys join {Path(self.folder).name} {token.text()}", flush=True)
             said, is_open = 0, True
             while is_open:

@@ -55,5 +55,5 @@ def _kind(build: Callable[..., Any]) -> str:
     from ...topology import Topology
 
     made = build if inspect.isclass(build) else get_type_hints(build)["return"]
-    bases = zip(KINDS, (Strategy, Averager, Codec, Memory, Topology), strict=False)
+    bases = zip(KINDS, (Strategy, Averager, Codec, Memory, Topology), strict=False)  # "others" have no base
     return next((kind for kind, base in bases if issubclass(made, base)), KINDS[-1])

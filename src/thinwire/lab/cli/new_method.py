@@ -73,4 +73,4 @@ def _write_text(folder: Path) -> None:
     files = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
     for first, (name, size) in enumerate(TEXT_BYTES.items()):
         text = b"".join(file.read_bytes() for file in files[first::2])[:size]
-        _write(folder / name, text.decode(errors="ignore"))
+        _write(folder / name, text.decode(errors="ignore"))  # the cut may lie within a character

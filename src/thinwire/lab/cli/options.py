@@ -124,6 +124,7 @@ def _parts(kind: type, options: list[str]) -> tuple[list[str], dict[str, Any]]:
         if not name.startswith("--") or "." not in path or path.partition(".")[0] not in texts:
             rest.append(word)
             continue
+        # The dashes stand for a missing value, and are refused as another option is.
         value = value if equals else next(words, "--")
         if value.startswith("--"):
             raise ValueError(f"{name} needs a value, such as {name} 0.01")

@@ -84,7 +84,7 @@ def plan_command(options: list[str]) -> None:
         inputs = _inputs(asked.model)
         if build is not None and inputs is not None:
             compute = measured_compute(build(), inputs)
-    if os.environ.get("RANK", "0") != "0":
+    if os.environ.get("RANK", "0") != "0":  # the others were needed for the measurement only
         return
     workload = Workload.of(model, compute)
     predictions = predict(model, compute, network, speeds, optimizer=asked.optimizer)
@@ -202,6 +202,7 @@ def recommended(predictions: list[Prediction]) -> Prediction:
     from ...plan.methods import BF16, DDP
     from ..report.plan_figures import WORTH
 
+    # Predictions begin with the fastest, and always have both dense methods.
     near = [p for p in predictions if p.is_near or p.method in (DDP, BF16)]
     dense = {p.method: p for p in near if p.method in (DDP, BF16)}
     for name in (DDP, BF16):

@@ -68,7 +68,7 @@ def sweep_command(options: list[str]) -> None:
         _run_here(sweep, asked.local or 1)
         _collect(sweep)
         if show_failures(sweep):
-            sys.stdout.flush()
+            sys.stdout.flush()  # `main` does not flush after SystemExit
             raise SystemExit(1)
 
 
@@ -100,6 +100,7 @@ def _submit(sweep: Sweep, asked: SweepCommand) -> None:
         require(bool(left), "all runs are finished or running; there is nothing to submit")
         print(f"  sbatch {shlex.quote(str(write_script(left, options, asked.pack)))}")
         return
+    # Asked only now, so that --dry-run needs no SLURM.
     waiting = {run.identity for run in queued(left)}
     left = [run for run in left if run.identity not in waiting]
     if left:

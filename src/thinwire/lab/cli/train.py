@@ -79,6 +79,7 @@ def train_command(options: list[str]) -> None:
     serve, again = None, options
     if metrics:
         address, port = place(metrics[-1], "--metrics")
+        # `_taken` has removed --metrics from the options.
         serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
     if os.environ.get("RANK", "0") == "0":
@@ -181,6 +182,7 @@ def trained(
 def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
     """The command that continues a stopped run."""
     kept = [option for option in options if option != "--overwrite"]
+    # The folder ends in the suffix, which the command adds again.
     name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name.removesuffix(config.suffix)]
     return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])
 

@@ -40,9 +40,9 @@ def watch_command(options: list[str]) -> None:
     from ..report.exporters import OpenTelemetry
     from ..report.watch import as_rich, snapshot
 
-    seen = snapshot(asked.run)
+    seen = snapshot(asked.run)  # refuses a folder that is no run, before it is served
     if asked.serve is not None:
-        served(asked.run, *place(asked.serve, "--serve")).join()
+        served(asked.run, *place(asked.serve, "--serve")).join()  # until Ctrl-C
     with closing(OpenTelemetry()) if asked.otlp else nullcontext() as collector:
         if collector is not None:
             collector.set(seen)

@@ -46,6 +46,7 @@ LEAST = {
 class RunConfig:
     """Everything that determines a run."""
 
+    # No option: the first word of the command names the recipe.
     recipe: tyro.conf.Suppress[tyro.conf.Fixed[str]]
     """Name of the recipe that this configuration began as."""
     strategy: str = "Gradients(Mean())"
@@ -290,5 +291,6 @@ class RunConfig:
         """Plain values for JSON: the strategy as its `repr`; data, model, loss and optimizer with their `kind`."""
         plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # paths become text, tuples lists
         for name in ("data", "model", "loss", "optimizer"):
+            # `overridden` chooses the class by its kind.
             plain[name] = {"kind": type(getattr(self, name)).__name__} | plain[name]
         return plain | {"strategy": repr(self.parsed_strategy())}

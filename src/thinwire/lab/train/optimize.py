@@ -16,6 +16,7 @@ from ...algorithm import require
 from ...options import require_choice, require_integer, require_number
 from ...strategy.local.muon_adamw import Scale
 
+# PyTorch has no public base of its batch-norms.
 NORMS = (nn.modules.batchnorm._NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 MEMORIES = {"momentum", "beta1", "beta2"}
 """Fields of optimizers that say which share of a running sum or mean a step keeps."""

@@ -136,8 +136,8 @@ class CommitProtocol:
             PhaseEnd(0, [], []),
         )  # the last phase whose rounds are taken, and that all have ended
         self._alarms, self._alarmed = sched.scheduler(time.monotonic), threading.Condition(self._lock)
-        # A share has a head beside its message.
-        self._messenger = Messenger(comm, max(max_bytes + 4096, MAX_NOTE_BYTES), self._on_message, self._on_lost)
+        # A share has a head besides, which grows with the fragments as a note does.
+        self._messenger = Messenger(comm, max_bytes + MAX_NOTE_BYTES, self._on_message, self._on_lost)
         self._messenger.start()
         threading.Thread(target=self._serve_alarms, name="thinwire-deadlines", daemon=True).start()
 

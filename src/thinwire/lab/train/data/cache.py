@@ -74,6 +74,6 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Lock out other processes while `path` is made; the lock ends with the process in any case."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:
+    with open(path.with_name(f".{path.name}.lock"), "w") as lock:  # `os.replace` gives `path` another inode
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -46,7 +46,7 @@ class Images(Dataset):
         return Batch((channels_last(self._augmentation.after(images, generator)),), labels)
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
-        images, labels = (part[rank::size].split(batch_size) for part in self._test)
+        images, labels = (part[rank::size].split(batch_size) for part in self._test)  # no images make one empty batch
         return (
             Batch((channels_last(self._standardised(x)),), y) for x, y in zip(images, labels, strict=True) if len(y)
         )

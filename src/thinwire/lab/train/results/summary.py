@@ -24,6 +24,6 @@ def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: 
         "bytes_sent_per_worker": bytes_sent,
         "dense_fp32_bytes": ledger.dense_fp32_bytes,
         "dense_bf16_bytes": ledger.dense_bf16_bytes,
-        "compression_vs_fp32": ledger.dense_fp32_bytes / bytes_sent if bytes_sent else None,
+        "compression_vs_fp32": ledger.dense_fp32_bytes / bytes_sent if bytes_sent else None,  # one worker sends nothing
         "seconds": last["seconds"],
     } | {key: value for key, value in last.items() if key in ("virtual_seconds", "aborted", "healings")}

@@ -164,7 +164,7 @@ def _encrypted_store(environment: Environment, credentials: Credentials) -> dist
     )
     if host == LOOPBACK and not environment.one_node and credentials.address is not None:
         host, port = credentials.address
-        os.environ["MASTER_ADDR"] = host
+        os.environ["MASTER_ADDR"] = host  # `own_address` takes the interface that reaches it
     if environment.rank > 0:
         return connected_store(host, port, RENDEZVOUS, credentials)
     try:

@@ -73,6 +73,7 @@ def join_elastic(
 def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
     """The address of the Lighthouse: the configured one, or that of task 0, which the others read from the launcher's store."""
     if config.lighthouse is not None:
+        # `own_address` takes the interface that reaches it.
         os.environ["MASTER_ADDR"] = urlsplit(config.lighthouse).hostname or environment.master_address
         with lighthouse_of(config, environment.master_address) as address:
             yield address

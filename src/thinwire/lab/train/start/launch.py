@@ -103,7 +103,7 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
     credentials = credentials_of(config)
     meets_here = config.lighthouse is None and (credentials is None or credentials.address is None)
     choose_interface(config.interface, one_node=not config.elastic or meets_here)
-    choose_device(config)
+    choose_device(config)  # a missing GPU is found before workers start
     with held_folder(config) as folder:
         try:
             if on_start is not None:

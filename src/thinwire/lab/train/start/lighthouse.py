@@ -82,7 +82,7 @@ def communicator(
         number,
         config.min_workers,
         config.timeout,
-        quorum_seconds=max(120.0, 2 * config.timeout),
+        quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
         backend="nccl" if config.transport == "nccl" else "gloo",
         is_late=is_late,
         credentials=credentials,

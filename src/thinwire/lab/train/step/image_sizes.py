@@ -52,6 +52,7 @@ def check_image_sizes(
     if not train and not test:
         return []
     with torch.device("meta"):
+        # In training, batch-norm refuses one value per channel, as of a 1x1 image.
         network = model.build(num_classes).eval()
     warnings = []
     for shape in dict.fromkeys(train):

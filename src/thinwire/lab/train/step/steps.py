@@ -152,6 +152,7 @@ def steps(
             if position == 0 or i == done:
                 share = share_of(config, data, comm, epoch, origin.examples if is_rest else 0)
                 length = (ahead.rest if is_rest else ahead.per_epoch) * config.accumulate
+                # All workers take equally many steps, so batches that fill no step are left out.
                 plan = data.plan(share, config.batch_size)[:length]
                 batches = data.batches(
                     plan, config.seed, comm.rank, epoch, range(position * config.accumulate, len(plan))

@@ -43,6 +43,7 @@ class VirtualTime:
         Raises:
             ValueError: the computation is on a GPU, and was not declared.
         """
+        # The option is for a whole step.
         virtual = cls(config.parsed_network(), None if config.compute is None else config.compute / config.accumulate)
         require(
             virtual.network is None or config.compute is not None or device.type == "cpu",
@@ -52,6 +53,7 @@ class VirtualTime:
         virtual._numel = sum(p.numel() for p in trained)
         if config.compute is not None:
             for p in trained:
+                # Before the hook that sends, because hooks run in the order of their registration.
                 p.register_post_accumulate_grad_hook(virtual._pass_backward)
         return virtual
 
