@@ -203,7 +203,8 @@ def measure(options: argparse.Namespace, lab: Lab) -> dict[int, list[tuple[str, 
             if time.monotonic() > mend_at:
                 lab.mend(JOINER)
                 mend_at = float("inf")
-            if JOINER not in pipes and rounds(0) >= WARM_ROUNDS:
+            warm = sum(what == "round" and facts[1] == WORKERS for what, _, facts in events[0])
+            if JOINER not in pipes and warm >= WARM_ROUNDS:
                 start(JOINER)
     finally:
         for process in processes:
@@ -217,7 +218,8 @@ def table(options: argparse.Namespace, events: dict[int, list[tuple[str, float, 
     step = statistics.median(b - a for a, b in zip(steps, steps[1:], strict=False))
     rounds: dict[int, list[Any]] = {}
     for number in range(WORKERS):
-        for facts in (facts for what, _, facts in events[number] if what == "round"):
+        # Workers that start sooner than the others begin with rounds of their own.
+        for facts in (facts for what, _, facts in events[number] if what == "round" and facts[1] >= WORKERS):
             rounds.setdefault(facts[0], []).append(facts)
     joined = min(committed for committed, facts in rounds.items() if facts[0][1] > WORKERS)
     began = statistics.median(held(facts)[0] for committed, facts in rounds.items() if 1 < committed != joined)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections import Counter
@@ -241,3 +242,11 @@ def test_a_slow_line_slows_all_methods_and_shares_bear_it():
     assert slow["DDP, float32"] == pytest.approx(5 * fast["DDP, float32"], rel=0.05)
     name = "4 bits, scatter_reduce"
     assert 2.0 < slow[name] / fast[name] < 4.5
+
+
+def test_names_of_candidates_are_their_own():
+    network, (first, *_, last) = Network(2), methods()
+    for candidates in ([replace(last, name=first.name)], [last, replace(first, name=last.name)]):
+        with pytest.raises(ValueError, match=f"two methods have the name '{re.escape(candidates[0].name)}'"):
+            predict(1000, 0.1, network, candidates=candidates)
+    assert len(predict(1000, 0.1, network, candidates=[first, last])) == 3  # and the other dense method

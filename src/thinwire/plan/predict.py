@@ -104,7 +104,8 @@ def predict(
             that were measured, by any.
 
     Raises:
-        ValueError: fewer than two workers, no parameters, negative times, or an unknown optimizer.
+        ValueError: fewer than two workers, no parameters, negative times, an unknown optimizer, or a candidate with the name of
+            another one or of a dense method.
 
     Example:
         >>> from thinwire.plan import Link, Network
@@ -120,8 +121,12 @@ def predict(
     known = methods(network.workers_per_node)
     asked = known if candidates is None else list(candidates)
     # Speedups are relative to these two, whatever was asked for.
-    baselines = {m.name: m for m in known if m.name in (DDP, BF16)}
-    chosen = {m.name: m for m in asked} | baselines
+    baselines = [m for m in known if m.name in (DDP, BF16)]
+    chosen: dict[str, Method] = {}
+    for method in (*asked, *baselines):
+        require(
+            chosen.setdefault(method.name, method) == method, f"two methods have the name {method.name!r}; rename one"
+        )
     with _uncollected():
         steps = {name: predict_method(method, workload, network, speeds) for name, method in chosen.items()}
     made = [

@@ -129,6 +129,7 @@ def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, mo
         (["--model", "nowhere"], "package.module:function"),
         (["--model", "nowhere:net"], "cannot import"),
         (["nothing"], "unknown recipe"),
+        (["digits", "--model", "nowhere:net"], "has a model of its own"),
     ],
 )
 def test_mistakes_are_one_line(options, message, capsys):

@@ -193,9 +193,10 @@ def test_opentelemetry_is_sent_the_numbers_that_prometheus_reads(run, collector,
         assert value == pytest.approx(asked[name.replace(".", "_")].samples[0].value)
 
 
-def test_serving_and_sending_are_two_commands(run, capsys):
-    assert main(["watch", str(run), "--serve", "0", "--otlp"]) == 2
-    assert "start one for each" in capsys.readouterr().err
+@pytest.mark.parametrize(("other", "remedy"), [("--otlp", "start one for each"), ("--once", "leave out --once")])
+def test_serving_goes_with_no_other_way_to_show_a_run(other, remedy, run, capsys):
+    assert main(["watch", str(run), "--serve", "0", other]) == 2
+    assert remedy in capsys.readouterr().err
 
 
 def test_the_dashboard_is_one_of_grafanas_and_asks_for_metrics_that_there_are(run):

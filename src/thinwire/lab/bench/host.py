@@ -62,8 +62,7 @@ def this_host(is_launched: bool, is_timed: bool = False) -> Host:
         },
         interfaces=interfaces,
         address=own_address()[1],
-        # A socket for both families shows IPv4 addresses with this prefix.
-        peers=tuple(sorted({c.getpeername()[0].removeprefix("::ffff:") for c in connections()})),
+        peers=tuple(sorted(set(_peers()))),
         listening=_listening(),
         taken=() if is_launched or _is_free(MEETING_PORT) else (MEETING_PORT,),
         congestion=_sysctl("tcp_congestion_control"),
@@ -121,6 +120,13 @@ def _listening() -> tuple[str, ...]:
         return ()
     ends = {(c.laddr.port, c.laddr.ip) for c in found if c.status == psutil.CONN_LISTEN}
     return tuple(f"{address}:{port}" for port, address in sorted(ends))
+
+
+def _peers() -> Iterator[str]:
+    for connection in connections():
+        with contextlib.suppress(OSError):  # it has hung up meanwhile
+            # A socket for both families shows IPv4 addresses with this prefix.
+            yield connection.getpeername()[0].removeprefix("::ffff:")
 
 
 def _path_mtus() -> Iterator[int]:

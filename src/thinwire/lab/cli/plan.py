@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ...algorithm import require
 from .options import named, parsed
 
 if TYPE_CHECKING:
@@ -65,6 +66,10 @@ def plan_command(options: list[str]) -> None:
     """Predict the step of each method, and print a table."""
     recipe = options[0] if options and not options[0].startswith("-") else None
     asked = parsed(PlanOptions, options[recipe is not None :], "thinwire plan [RECIPE]")
+    require(
+        recipe is None or asked.model is None,
+        f"the recipe {recipe} has a model of its own; leave out the recipe or --model",
+    )
     from ...plan import Speeds, Workload, predict
     from ..bench.rows import check_writable, write_json
     from ..report.plan_figures import draw_by_rate, draw_by_workers

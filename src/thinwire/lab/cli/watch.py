@@ -32,6 +32,7 @@ class WatchOptions:
 
     def __post_init__(self):
         require(self.serve is None or not self.otlp, "--serve answers Prometheus, and --otlp sends; start one for each")
+        require(self.serve is None or not self.once, "--serve goes on until Ctrl-C; leave out --once")
 
 
 def watch_command(options: list[str]) -> None:
