@@ -116,15 +116,11 @@ class TopK(Sparsifier):
         return super().indices_nbytes(counts, numels) + (4 + len(counts)) * (self.indices == "auto")
 
 
+@lru_cache(maxsize=4096)
 def num_kept(ratio: float | Schedule, numel: int) -> int:
     """`ceil(ratio * numel)`, and at least one unless `numel` is zero."""
-    return _num_kept(number(ratio), numel)
-
-
-@lru_cache(maxsize=4096)
-def _num_kept(ratio: float, numel: int) -> int:
     # The factor keeps binary rounding from adding a coordinate: 0.07 * 100 is 7.000000000000001.
-    return min(numel, max(1, math.ceil(ratio * numel * (1 - 1e-12))))
+    return min(numel, max(1, math.ceil(number(ratio) * numel * (1 - 1e-12))))
 
 
 def sampled_thresholds(segments: list[Tensor], keys: list[int], targets: list[int], sample: float) -> list[float]:

@@ -311,7 +311,7 @@ class PendingExchange:
         return None
 
 
-class Members:
+class Subgroup:
     """Some of the workers, as a team of their own: collectives that only they call.
 
     Args:
@@ -332,7 +332,7 @@ class Members:
         return self.all_to_all([tensor] * self.size, [tensor.numel()] * self.size if sizes is None else sizes)
 
 
-Team = Communicator | Members
+Team = Communicator | Subgroup
 """Workers that call collectives together."""
 
 

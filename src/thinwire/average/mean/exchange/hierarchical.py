@@ -30,7 +30,7 @@ from .... import debug, kernels
 from ....algorithm import require
 from ....comm import Communicator, Handle
 from ....kernels import Flag
-from .base import Job, Members, Stages, add_dense, flatten, gather_messages, pack, split_like
+from .base import Job, Stages, Subgroup, add_dense, flatten, gather_messages, pack, split_like
 from .contract import Exchange, Load
 
 
@@ -148,7 +148,7 @@ class Node:
             num_bytes: size of all messages, or an upper bound.
             fixed: whether it is exact; if not, the exact sizes travel first.
         """
-        team = Members(self.comm, self.leaders)
+        team = Subgroup(self.comm, self.leaders)
         gathering = gather_messages(team, message, [num_bytes] * team.size, fixed)
         messages: list[Tensor] = yield (yield from gathering)
         return messages

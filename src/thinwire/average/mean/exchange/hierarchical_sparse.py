@@ -23,7 +23,7 @@ from torch import Tensor
 from .... import debug, kernels
 from ....codec import Codec
 from ....kernels import Flag
-from .base import Job, Members, Stages, flat_segments, split_like, store_segments
+from .base import Job, Stages, Subgroup, flat_segments, split_like, store_segments
 from .contract import Exchange, Load
 from .hierarchical import Node, take
 from .regions import Regions
@@ -62,7 +62,7 @@ class HierarchicalSparse(Exchange):
         if node.is_leader:
             *tensors, dense = split_like(node_sum, [*job.tensors, job.dense])
             segments = flat_segments(tensors, job.merged)
-            reduction = SparseReduction(job, Members(job.comm, node.leaders), segments, dense)
+            reduction = SparseReduction(job, Subgroup(job.comm, node.leaders), segments, dense)
             messages = yield (yield from reduction.deliver())
             with job.clock("decode"):
                 summed = reduction.collect(messages)

@@ -98,7 +98,7 @@ class ResNet(Model):
         return module
 
 
-class Block(nn.Module):
+class ResidualBlock(nn.Module):
     """`relu(shortcut(x) + residual(x))`."""
 
     def __init__(self, residual: nn.Sequential, shortcut: nn.Module):
@@ -109,15 +109,15 @@ class Block(nn.Module):
         return F.relu(self.shortcut(x) + self.residual(x), inplace=True)
 
 
-def basic_block(channels: int, width: int, stride: int, shortcut) -> Block:
+def basic_block(channels: int, width: int, stride: int, shortcut) -> ResidualBlock:
     """The residual is `norm(conv3x3(relu(norm(conv3x3(x)))))`."""
     residual = nn.Sequential(
         *_convolution(channels, width, 3, stride), nn.ReLU(inplace=True), *_convolution(width, width, 3)
     )
-    return Block(residual, _shortcut(channels, width, stride, shortcut))
+    return ResidualBlock(residual, _shortcut(channels, width, stride, shortcut))
 
 
-def bottleneck(channels: int, width: int, stride: int, shortcut) -> Block:
+def bottleneck(channels: int, width: int, stride: int, shortcut) -> ResidualBlock:
     """The residual is a 3x3 convolution between two 1x1 convolutions; the second one has four times as many channels."""
     residual = nn.Sequential(
         *_convolution(channels, width, 1),
@@ -126,7 +126,7 @@ def bottleneck(channels: int, width: int, stride: int, shortcut) -> Block:
         nn.ReLU(inplace=True),
         *_convolution(width, 4 * width, 1),
     )
-    return Block(residual, _shortcut(channels, 4 * width, stride, shortcut))
+    return ResidualBlock(residual, _shortcut(channels, 4 * width, stride, shortcut))
 
 
 class PaddedShortcut(nn.Module):
@@ -144,7 +144,7 @@ class PaddedShortcut(nn.Module):
 def zero_last_norms(module: nn.Module) -> None:
     """Set the scale of the last norm of every block to 0."""
     for block in module.modules():
-        if isinstance(block, Block):
+        if isinstance(block, ResidualBlock):
             weight = block.residual[-1].weight
             assert isinstance(weight, Tensor), "the last layer of a block is a norm"
             nn.init.zeros_(weight)
