@@ -22,7 +22,7 @@ from statistics import mean
 from typing import Any
 
 import torch
-from studies import loss_of, once, read, trained
+from studies import loss_of, once, some, trained
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import nn
 
@@ -118,7 +118,7 @@ def load(folder: Path) -> Text:
 
 def table(options: argparse.Namespace) -> None:
     """The two tables, into the page."""
-    rows = read(options.results)
+    rows = some(options.results)
     for optimizer in OPTIMIZERS:
         publish(options.page, optimizer, lines_of(optimizer, rows))
 

@@ -7,13 +7,14 @@ Blank lines, docstrings, comments and imports do not count.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import io
-import sys
 import tokenize
 from collections import Counter
 from pathlib import Path
 
+SOURCES = Path(__file__).parents[1] / "src" / "thinwire"
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
@@ -38,7 +39,9 @@ def code_lines(source: str) -> int:
 
 
 def main() -> None:
-    root = Path(sys.argv[1] if len(sys.argv) > 1 else "src/thinwire")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", nargs="?", type=Path, default=SOURCES)
+    root = parser.parse_args().folder
     counts: Counter[str] = Counter()
     for path in root.rglob("*.py"):
         package = path.relative_to(root).parts[:-1] or (path.name,)

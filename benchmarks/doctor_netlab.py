@@ -7,6 +7,7 @@ Host 1 of three has a slow line up, an MTU of its own, few file descriptors, and
 
 from __future__ import annotations
 
+import argparse
 import subprocess
 import sys
 
@@ -22,6 +23,7 @@ EXPECTED = (
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     with Lab(3, LINES) as lab:
         for host, namespace in enumerate(lab.namespaces):
             set_congestion(namespace, "cubic" if host == BAD else "bbr")

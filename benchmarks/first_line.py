@@ -23,8 +23,8 @@ from statistics import mean
 from typing import Any
 
 import torch
-from studies import Batch, digit_accuracy, digits, loss_of, once, read, trained
-from tables import publish, spread, table_head, table_row
+from studies import Batch, digit_accuracy, digits, loss_of, once, some, trained
+from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -254,7 +254,7 @@ def train(
 
 def table(options: argparse.Namespace) -> None:
     """A table for each length, into the page."""
-    rows = read(options.results)
+    rows = some(options.results)
     parts = {f"{steps} steps": (steps, list(OPTIMIZERS), list(LINES)) for steps in LENGTHS}
     parts["Muon"] = (LENGTHS[-1], ["Muon"], list(MUON_LINES))
     for part, (steps, optimizers, labels) in parts.items():
@@ -311,7 +311,7 @@ def main() -> None:
         train_command.add_argument(f"--{name}", nargs="+", type=type(values[0]), choices=allowed, default=values)
     write = commands.add_parser("table")
     write.set_defaults(command=table)
-    write.add_argument("--page", type=Path, default=Path("docs/first-lines.md"))
+    write.add_argument("--page", type=Path, default=DOCS / "first-lines.md")
     for command in (train_command, write):
         command.add_argument("--results", type=Path, default=Path("runs/first-line.jsonl"))
     options = parser.parse_args()

@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from netlab import Lab
-from studies import append, loss_of, once, read
+from studies import append, loss_of, once, read, some
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
 
@@ -222,7 +222,7 @@ def run(task: Task, strategy: str, seed: int, data: Any) -> dict[str, float]:
 
 def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
-    rows = read(options.results)
+    rows = some(options.results)
     names = "task, named codec, dense, named, best single, fitted, gap closed, MB: named, best single, fitted, seeds"
     lines = table_head(names.split(", "))
     for label in TASKS:

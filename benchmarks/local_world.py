@@ -8,6 +8,7 @@ Prints the milliseconds of a round, the best of three runs.
 
 from __future__ import annotations
 
+import argparse
 import time
 
 import torch
@@ -29,6 +30,7 @@ def average(comm: Communicator, numel: int, averager: Averager, rounds: int) -> 
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
     for numel, rounds in ((1000, 300), (100_000, 100), (10_000_000, 3)):
         for averager in AVERAGERS:
             times = []

@@ -150,7 +150,9 @@ class Lab:
         """
         with tempfile.TemporaryDirectory() as folder:
             file = Path(folder, "answer.json")
-            if code := self.run([*command, str(file)], {"OMP_NUM_THREADS": "1", **env}):
+            # In a namespace without a name server, PyTorch warns of each connection that it cannot name.
+            quiet = {"TORCH_CPP_LOG_LEVEL": os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")}
+            if code := self.run([*command, str(file)], {"OMP_NUM_THREADS": "1", **quiet, **env}):
                 raise LabError(f"a host failed with exit code {code}")
             return json.loads(file.read_text())
 

@@ -8,6 +8,7 @@ PyTorch does does not count. This script prints the numbers in docs/path.md.
 
 from __future__ import annotations
 
+import argparse
 import sys
 from pathlib import Path
 from types import FrameType
@@ -59,7 +60,9 @@ def walk(comm: Communicator, text: str) -> tuple[list[str], int, int]:
 
 
 def main() -> None:
-    text = sys.argv[1] if len(sys.argv) > 1 else AVERAGER
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("averager", nargs="?", default=AVERAGER, help="in notation")
+    text = parser.parse_args().averager
     files, calls, changes = tw.LocalWorld(2).run(walk, text)[0]
     print(f"{text}: {len(files)} files, {calls} calls, {changes} of them into another file")
     print("\n".join(files))

@@ -181,7 +181,7 @@ def table(task: Task, codec: str, attacks: list[str], rules: list[str]) -> None:
     print(f"\n{codec}: {clean:.1f} % without attackers, by the mean\n")
     print(*table_head(["attack", *averagers]), sep="\n", flush=True)
     for attack in ATTACKS:
-        if attacks and repr(attack) not in attacks:
+        if repr(attack) not in attacks:
             continue
         row = [f"{accuracy(task, averager, attack):.1f}" for averager in averagers.values()]
         best = max(row, key=float)
@@ -192,7 +192,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("codecs", nargs="*", default=["Identity()"], metavar="CODEC")
     parser.add_argument("--task", choices=TASKS, default="digits")
-    parser.add_argument("--attacks", nargs="+", default=[], metavar="ATTACK", help="these alone, such as 'ALIE()'")
+    attacks = list(map(repr, ATTACKS))
+    parser.add_argument("--attacks", nargs="+", default=attacks, choices=attacks, metavar="ATTACK", help="these alone")
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, metavar="RULE", help="these alone")
     options = parser.parse_args()
     torch.set_num_threads(1)

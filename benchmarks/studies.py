@@ -6,6 +6,7 @@ import copy
 import fcntl
 import json
 import re
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -51,6 +52,11 @@ def finished(config: RunConfig, words: str, label: str | None = None, may_train:
 def read(path: Path) -> list[dict[str, Any]]:
     """The rows of all finished runs, a line of JSON each."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def some(path: Path) -> list[dict[str, Any]]:
+    """The rows, of which there is at least one: a page would lose its table to an empty one."""
+    return read(path) or sys.exit(f"{path} has no finished run; train first, or give another --results")
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

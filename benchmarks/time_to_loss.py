@@ -85,7 +85,7 @@ def measured(method: str, transport: str, steps: int, options: argparse.Namespac
     with Lab(options.hosts, options.line, congestion="cubic") as lab:
         numbers = [str(n) for n in (steps, options.sleep, options.files)]
         command = [sys.executable, __file__, "--worker", method, transport, *numbers]
-        seconds, loss = lab.ask(command, TORCH_CPP_LOG_LEVEL="ERROR")
+        seconds, loss = lab.ask(command)
     return seconds, loss
 
 

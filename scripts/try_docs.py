@@ -48,7 +48,10 @@ ELSEWHERE = [  # what a command or Python matches, and why it does not run here
 HERE = [  # what a command matches, and how it runs on this one machine, in an environment that has the package
     (r"^pip install '?\.(\[[\w,]+\])?'?$", r"pip install -q -c constraints.txt 'thinwire\1'"),
     (r"examples/sweeps/digits\.toml", "short/digits.toml"),
-    (r"^thinwire train digits --workers 4 --elastic$", r"pip install -q -c constraints.txt 'thinwire[elastic]' && \g<0>"),
+    (
+        r"^thinwire train (?!.*--credentials).*--elastic.*",
+        r"pip install -q -c constraints.txt 'thinwire[elastic]' && \g<0>",
+    ),
     (r"--nnodes 2 --nproc-per-node [48]", "--nnodes 1 --nproc-per-node 2"),
     (r"--nnodes [23] --nproc-per-node 1", "--nnodes 1 --nproc-per-node 2"),
     (r"node1:29400", "localhost:0"),
