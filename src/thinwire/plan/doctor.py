@@ -332,5 +332,7 @@ def megabits(bytes_per_second: float) -> str:
     Example:
         >>> megabits(12_500_000)
         '100 Mb/s'
+        >>> megabits(1.2345e9)
+        '9,880 Mb/s'
     """
-    return f"{8 * bytes_per_second / 1e6:.3g} Mb/s"
+    return f"{float(f'{8 * bytes_per_second / 1e6:.3g}'):,.10g} Mb/s"

@@ -223,7 +223,7 @@ def dion(rank: int = 16, mu: float = 0.95) -> Gradients:
 
 
 def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: float = 0.7, seed: int = 0) -> Local:
-    """NoLoCo: no all-reduce. Random pairs average their changes, and a term pulls their anchors together.
+    """NoLoCo: random pairs average their changes, without an all-reduce, and a term pulls their anchors together.
 
         d_i <- momentum d_i + lr mean_pair(anchor - x) + gamma (anchor_i - mean_pair(anchor));   anchor_i <- anchor_i - d_i
 
@@ -257,7 +257,7 @@ def mulo_co(
     lr: float | None = None,
     momentum: float | None = None,
 ) -> Local:
-    """MuLoCo: DiLoCo with Muon as the inner optimizer, whose changes stand 2 bits with error feedback.
+    """MuLoCo: DiLoCo with Muon as the inner optimizer, whose changes can be sent in 2 bits with error feedback.
 
         g = 1/W sum_i C(anchor - x_i + e_i);   Nesterov's outer step as in `diloco`
 

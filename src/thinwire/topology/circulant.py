@@ -192,8 +192,8 @@ class OddExponential(OddDistances, Circulant):
 
 @dataclass(frozen=True, repr=False)
 class Exponential(Circulant):
-    """Distances that grow exponentially, one power a step (Assran et al. 2019, Stochastic Gradient Push, arXiv
-    1811.10792).
+    """Distances that grow exponentially, one power a step. Source: Stochastic Gradient Push, Assran et al. 2019, arXiv
+    1811.10792.
 
     At step t, worker i sends to `i + j (p+1)^(t mod T)` for `j = 1..p`, where `p = peers` and `T =
     floor(log_{p+1}(W - 1)) + 1`; with one peer that is `i + 2^(t mod T)`. If `W = (p+1)^T`, all workers hold

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from contextlib import redirect_stdout
+from dataclasses import replace
 from html.parser import HTMLParser
 from io import StringIO
 from itertools import combinations
@@ -265,6 +266,9 @@ def test_the_time_of_an_iteration_is_that_between_two_rows(tmp_path):
     assert by_workers(runs, iteration_time) == expected
     assert [p.mean for p in by_workers(runs, virtual_iteration_time)] == [pytest.approx(10), pytest.approx(20)]
     assert {"iteration-time", "virtual-iteration-time"} <= drawn(tmp_path)
+    row = runs[0].rows[-1]
+    tested = replace(runs[0], rows=[*runs[0].rows, {**row, "seconds": row["seconds"] + 9.0}])  # no step after that row
+    assert iteration_time(tested) == iteration_time(runs[0])
 
 
 def test_the_best_step_size_of_an_averager_stands_for_it(everything):

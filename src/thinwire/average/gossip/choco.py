@@ -42,7 +42,9 @@ class ChocoMemory(State):
 
 @dataclass(frozen=True, repr=False)
 class Choco(FittedGossip):
-    """CHOCO-Gossip. Neighbours know each worker's public copy `h_i`; worker i also keeps `d_i = sum_j P_ij h_j - h_i`:
+    """CHOCO-Gossip: workers send compressed differences between their values and copies that neighbours keep.
+
+    Neighbours know each worker's public copy `h_i`; worker i also keeps `d_i = sum_j P_ij h_j - h_i`:
 
         q_i = C(x_i - h_i)   is sent;   h_i += q_i;   d_i += sum_j P_ij q_j - q_i;   x_i += step_size d_i
 

@@ -25,7 +25,7 @@ def bench_command(options: list[str]) -> None:
 
     benches = {"codecs": bench.CodecsBench, "step": bench.StepBench}
     set_variables()
-    parsed(named(benches, name, "benchmark", "thinwire --help"), options, f"thinwire bench {name}").run()
+    parsed(named(benches, name, "benchmark", "thinwire bench --help"), options, f"thinwire bench {name}").run()
 
 
 def consensus_command(options: list[str]) -> None:

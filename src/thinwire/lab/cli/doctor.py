@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ...plan.doctor import Finding, Host, Limit
 
 MOST_COLUMNS = 10  # of a matrix
+MOST_PORTS = 8  # of a host
 
 
 @dataclass(frozen=True)
@@ -199,6 +200,13 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
     def buffers(host: Host) -> str:
         return f"{host.send_buffer_bytes / 1e6:.3g}, {host.receive_buffer_bytes / 1e6:.3g}"
 
+    def ports(host: Host) -> set[int]:
+        return {int(end.rpartition(":")[2]) for end in host.listening}
+
+    def listed(texts: list[str]) -> str:
+        more = len(texts) - MOST_PORTS
+        return ", ".join(texts[:MOST_PORTS]) + (f" and {more} more" if more > 0 else "")
+
     properties: dict[str, Callable[[Host], str]] = {
         "host": lambda host: host.name,
         "address": lambda host: host.address,
@@ -209,7 +217,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
         "  available": lambda host: ", ".join(host.available),
         "  allowed without root": lambda host: ", ".join(host.allowed),
         "most MB sent, received ahead": buffers,
-        "listening": lambda host: ", ".join(sorted({f":{end.rpartition(':')[2]}" for end in host.listening})),
+        "listening": lambda host: listed([f":{port}" for port in sorted(ports(host))]),
         "open files": lambda host: f"{host.max_files:,}",
         "cores, load": lambda host: f"{host.cores}, {host.load:.1f}",
         "GB of memory, free": lambda host: f"{host.memory_bytes / 1e9:.1f}, {host.free_bytes / 1e9:.1f}",
@@ -227,6 +235,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
 
 
 def _print_lines(lines: Lines) -> None:
+    from ...plan.doctor import megabits
     from ..bench.rows import print_table
 
     def table(title: str, cell: Callable[[int, int], str], caption: str) -> None:
@@ -240,7 +249,7 @@ def _print_lines(lines: Lines) -> None:
 
     table(
         "Mb/s",
-        lambda i, j: f"{8 * lines.bytes_per_second[i][j] / 1e6:.3g}",
+        lambda i, j: megabits(lines.bytes_per_second[i][j]).removesuffix(" Mb/s"),
         "Each pair alone, both directions at once.",
     )
     table(

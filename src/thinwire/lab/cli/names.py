@@ -43,6 +43,8 @@ def _about(build: Callable[..., Any]) -> str:
     """The beginning of its docstring, on one line."""
     paragraph = (inspect.getdoc(build) or "").partition("\n\n")[0]
     sentence = re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
+    if sentence.endswith(":"):  # before an equation
+        sentence = f"{sentence[:-1]}."
     return textwrap.shorten(sentence, 120, placeholder=" ...")
 
 

@@ -226,5 +226,5 @@ def verdict(predictions: list[Prediction]) -> str:
     if taken.method in (DDP, BF16):
         text = f"Dense wins: nothing near it is {100 * WORTH - 100:.0f} % faster than {taken.method}"
     if WORTH * fastest.step_seconds < taken.step_seconds:
-        return f"{text}; {fastest.method} is {fastest.speedup_over_fp32:.1f} times as fast, but read of its accuracy first."
+        return f"{text}; {fastest.method} is {fastest.speedup_over_fp32:.1f} times as fast, but read about its accuracy first."
     return f"{text}."

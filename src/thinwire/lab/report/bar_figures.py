@@ -106,7 +106,12 @@ def virtual_iteration_time(run: Run) -> float | None:
 def _between_rows(run: Run, key: str) -> float | None:
     # Training begins at step 0 and second 0, so the first row ends an interval too.
     rows = [row for row in run.rows if row.get(key) is not None]
-    times = [1e3 * (b[key] - a[key]) / (b["step"] - a["step"]) for a, b in pairwise([{"step": 0, key: 0.0}, *rows])]
+    # With a quorum, the row of a test may follow another one without a step between them.
+    times = [
+        1e3 * (b[key] - a[key]) / (b["step"] - a["step"])
+        for a, b in pairwise([{"step": 0, key: 0.0}, *rows])
+        if b["step"] > a["step"]
+    ]
     return median(times) if times else None
 
 

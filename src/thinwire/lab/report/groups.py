@@ -129,7 +129,9 @@ def what_was_run(runs: Sequence[Run]) -> str:
 
     last = [run.rows[-1] for run in runs]
     steps, epochs = {row["step"] for row in last}, {f"{row['epoch']:.3g}" for row in last if row.get("epoch")}
-    length = f"{_range(steps)} steps" + (f" ({_range(map(float, epochs))} epochs)" if epochs else "")
+    length = f"{_range(steps)} steps" + (
+        f" ({_range(map(float, epochs))} epoch{'s' * (epochs != {'1'})})" if epochs else ""
+    )
     data = ", ".join(f"{key[5:]}={listed(key)}" for key in configs[0] if key.startswith("data."))
     parts = [
         f"recipe {listed('recipe')}",

@@ -88,6 +88,7 @@ def test_progress_is_what_is_committed_and_a_run_goes_on_from_its_checkpoint(une
     assert last["merged_changes"] > 2 * last["committed"] and last["late_changes"] == 0
     assert last["loss"] < rows[0]["loss"] and last["consensus_distance"] < 1e-6
     assert [row["step"] for row in rows if "test_accuracy" in row] == [per_epoch, 2 * per_epoch]
+    assert all(row["examples_per_second"] > 0 and row["compute_seconds"] >= 0 for row in rows)
 
     checkpoints = sorted((tmp_path / "run/checkpoints").glob("step-*"))
     first = int(checkpoints[0].name[5:])

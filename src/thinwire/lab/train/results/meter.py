@@ -144,7 +144,8 @@ class Meter:
         averaging = sum(took.get(phase, 0.0) for phase in self._strategy.phases_in_step)
         return {
             "data_seconds": took.get("data", 0.0),
-            "compute_seconds": took.get("step", 0.0) - averaging,
+            # Workers that meet at a quorum's end average outside of steps.
+            "compute_seconds": max(0.0, took.get("step", 0.0) - averaging),
             "encode_seconds": took.get("compensate", 0.0) + took.get("encode", 0.0),
             "wait_seconds": took.get("wait", 0.0),
             "decode_seconds": took.get("decode", 0.0),

@@ -403,7 +403,8 @@ class _Worker:
         if row is None:
             return
         if not row["examples_per_second"]:  # all batches of a quorum were in the row before
-            row |= {name: value for name, value in self.state.row.items() if name in self.data.metric_names}
+            kept = {*self.data.metric_names, "examples_per_second"}
+            row |= {name: value for name, value in self.state.row.items() if name in kept}
         self._write_row(row)
 
     def _write_row(self, row: dict[str, Any]) -> None:
