@@ -21,7 +21,7 @@ _is_ending = False
 
 
 def wait_at_most_until_exit(wait: Callable[[], Any], interrupt: Callable[[], object] = lambda: None) -> None:
-    """Call `wait`. When the process ends meanwhile, it calls `interrupt`, and gives the wait two seconds to end.
+    """Call `wait`. If the process ends meanwhile, `interrupt` is called, and the wait has two seconds to end.
 
     Example:
         >>> import threading

@@ -119,17 +119,16 @@ class ProcessGroupCommunicator(Communicator):
         return self._streams.issue_queued(device, tensors, start)
 
     def _complete(self, wait: Callable[[], Any]) -> None:
-        gloo: Any = self._group._get_backend(torch.device("cpu")) if self._backends.get("cpu") == "gloo" else None
         try:
-            if gloo is None:
-                wait()
-            else:
-                wait_at_most_until_exit(wait, partial(hang_up, gloo))
+            wait_at_most_until_exit(wait, self._hang_up)
         except RuntimeError:
             self._has_failed = True
-            if gloo is not None:
-                hang_up(gloo)
+            self._hang_up()
             raise
+
+    def _hang_up(self) -> None:
+        if self._backends.get("cpu") == "gloo":
+            hang_up(self._group._get_backend(torch.device("cpu")))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
         """The one device of all tensors, for which there must be a backend."""

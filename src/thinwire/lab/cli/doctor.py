@@ -200,12 +200,10 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
     def buffers(host: Host) -> str:
         return f"{host.send_buffer_bytes / 1e6:.3g}, {host.receive_buffer_bytes / 1e6:.3g}"
 
-    def ports(host: Host) -> set[int]:
-        return {int(end.rpartition(":")[2]) for end in host.listening}
-
-    def listed(texts: list[str]) -> str:
-        more = len(texts) - MOST_PORTS
-        return ", ".join(texts[:MOST_PORTS]) + (f" and {more} more" if more > 0 else "")
+    def listening(host: Host) -> str:
+        ports = sorted({int(end.rpartition(":")[2]) for end in host.listening})
+        more = f" and {len(ports) - MOST_PORTS} more" if len(ports) > MOST_PORTS else ""
+        return ", ".join(f":{port}" for port in ports[:MOST_PORTS]) + more
 
     properties: dict[str, Callable[[Host], str]] = {
         "host": lambda host: host.name,
@@ -217,7 +215,7 @@ def _print_hosts(hosts: Sequence[Host], of_whom: str) -> None:
         "  available": lambda host: ", ".join(host.available),
         "  allowed without root": lambda host: ", ".join(host.allowed),
         "most MB sent, received ahead": buffers,
-        "listening": lambda host: listed([f":{port}" for port in sorted(ports(host))]),
+        "listening": listening,
         "open files": lambda host: f"{host.max_files:,}",
         "cores, load": lambda host: f"{host.cores}, {host.load:.1f}",
         "GB of memory, free": lambda host: f"{host.memory_bytes / 1e9:.1f}, {host.free_bytes / 1e9:.1f}",
