@@ -38,7 +38,7 @@ from thinwire.kernels.triton import (
 )
 from thinwire.kernels.triton.block_sums import BUCKET_NUMEL, KINDS, PROGRAM_BLOCKS, block_sums, fold
 from thinwire.kernels.triton.fields import SCAN_BLOCK
-from thinwire.kernels.triton.histograms import BINS, STEPS
+from thinwire.kernels.triton.histograms import GROUP, SAMPLE, WIDTH
 from thinwire.kernels.triton.histograms import TILE as COUNTED
 from thinwire.kernels.triton.ternary import TILE_WORDS
 from thinwire.kernels.triton.tiles import MAX_BUCKET
@@ -198,19 +198,21 @@ def _levels() -> Iterator[Variant]:
 
 def _select() -> Iterator[Variant]:
     """The bytes of what is written are those of a selection of everything."""
-    topk, numel = (select.topk, XS, COUNTS), STEPS * COUNTED
-    yield _launch("scan", -2, SCAN_BLOCK, 2 * 8, *topk)  # a count of each kind is read and written
-    yield _launch("select.topk: first histogram, none", 0, numel, 4, *topk, loop_trips=STEPS)
+    topk = (select.topk, XS, COUNTS)
     feedback = (momentum.add_topk, XS, XS, XS, 1.0, COUNTS)
-    yield _launch("select.topk: first histogram, feedback", 0, numel, 12, *feedback, loop_trips=STEPS)
+    yield _launch("scan", -2, SCAN_BLOCK, 2 * 8, *topk)  # a count of each kind is read and written
+    yield _launch("select.topk: bound", 0, SAMPLE, 4, *topk, loop_trips=31)
+    yield _launch("select.topk: bound, feedback", 0, SAMPLE, 8, *feedback, loop_trips=31)
+    yield _launch("select.topk: candidates, none", 1, COUNTED, 12, *topk)
+    yield _launch("select.topk: candidates, feedback", 1, COUNTED, 20, *feedback)
     for kind, rule in RULES.items():
         correct = (momentum.correct_topk, BUFFERS, rule, COUNTS)
-        yield _launch(f"select.topk: first histogram, {kind}", 0, numel, 20, *correct, loop_trips=STEPS)
-    yield _launch("select.topk: last histogram", 6, numel, 4, *topk, loop_trips=STEPS)
-    # All threads read and write the segment's two numbers.
-    yield _launch("select.topk: digit", 3, BINS.value, 4, *topk, cached_bytes=8)
-    yield _launch("select.topk: count", -3, COUNTED, 4, *topk)
-    yield _launch("select.topk: write", -1, COUNTED, 12, *topk)
+        yield _launch(f"select.topk: candidates, {kind}", 1, COUNTED, 28, *correct)
+    yield _launch("select.topk: first histogram", 2, COUNTED, 4, *topk)
+    yield _launch("select.topk: last histogram", 5, COUNTED, 4, *topk)
+    # All threads read the last histogram, and the numbers of a group's tiles.
+    yield _launch("select.topk: count", -3, GROUP * WIDTH, 4 + 8 / WIDTH, *topk, cached_bytes=11)
+    yield _launch("select.topk: write", -1, GROUP * WIDTH, 16, *topk, cached_bytes=16)
     yield _launch("select.topk: rows of 4096", 0, 4096, 12, select.topk, [XS[0][:4096]], COUNTS)
     yield _launch("select.topk: rows of 64", 0, 2048, 12, select.topk, [XS[0][:64]], COUNTS)
     yield _launch("select.above: count", 0, COUNTED, 4, select.above, XS, [1.0])

@@ -6,6 +6,7 @@ import inspect
 import re
 
 import pytest
+import scipy.stats
 from helpers.triton_code import (
     TARGETS,
     bytes_per_element,
@@ -16,6 +17,7 @@ from helpers.triton_code import (
 from helpers.triton_variants import VARIANTS
 
 from thinwire.kernels import backend
+from thinwire.kernels.triton import histograms
 
 # The encoder and the decoder of buckets take the family's rule as a constant.
 FIRST_OF_EACH_KERNEL = list({(v.function, v.constants.get("RULE")): v for v in reversed(VARIANTS)}.values())
@@ -49,7 +51,7 @@ def test_aligned_segments_are_read_and_written_sixteen_bytes_at_a_time(variant):
 
 
 MOST_INSTRUCTIONS = {  # per element; before loads were vectors: 243, 81, 38, 34, 14
-    "select.topk: first histogram, none": 80,
+    "select.topk: candidates, none": 50,
     "quantize.encode: 4 bits, buckets of 512, max, residual": 66,
     "quantize.decode_add: 4 bits, buckets of 512": 32,
     "sign.encode: whole segments, residual": 25,
@@ -69,6 +71,18 @@ def test_every_kernel_compiles(target):
     for variant in FIRST_OF_EACH_KERNEL:
         code = compile_variant(variant, target)
         assert code.spills == 0 and code.registers > 0, variant.name
+
+
+@pytest.mark.parametrize("numel", [4_097, 10**6, 2**31 - 1])
+@pytest.mark.parametrize("share", [0, 1e-4, 1e-3, 0.01, 0.1, 0.2])
+def test_the_bound_of_a_selection_is_rarely_bad(numel, share):
+    """Binomial: how many of a sample are among the kept elements, and among those that there is room for."""
+    count = max(1, int(share * numel))
+    rank = histograms._rank(count, numel)
+    room = histograms._room(rank, numel)
+    assert scipy.stats.binom.sf(rank - 1, histograms.SAMPLE, (count - 1) / numel) < 1e-7
+    assert scipy.stats.binom.cdf(rank - 1, histograms.SAMPLE, room / numel) < 1e-7
+    assert room < numel / 2
 
 
 def test_inexact_instructions_are_found():

@@ -30,11 +30,11 @@ CASES = {  # codec: launches of encode, of decode_sum of eight payloads; calls f
     "SignNorm()": (3, 1, 23, 12),
     "TernGrad()": (5, 1, 29, 37),
     "Cast('bfloat16')": (1, 1, 20, 10),
-    "TopK(0.01)": (13, 3 + PAYLOADS, 31, 105),
+    "TopK(0.01)": (11, 3 + PAYLOADS, 31, 105),
     "BlockwiseTopK(0.0005)": (3, 1 + PAYLOADS, 44, 155),  # positions in blocks
     "BlockwiseTopK(0.015625)": (3, 3 + PAYLOADS, 42, 140),  # positions in segments
     "RandomK(0.01)": (7, 4 + PAYLOADS, 35, 95),
-    "chain(TopK(0.01), QSGD(bits=4))": (14, 3 + 2 * PAYLOADS, 44, 155),
+    "chain(TopK(0.01), QSGD(bits=4))": (12, 3 + 2 * PAYLOADS, 44, 155),
 }
 
 

@@ -9,6 +9,7 @@ from helpers.on_triton import DEVICE, any_bits, assert_triton_agrees, gaussian, 
 
 from thinwire import kernels
 from thinwire.kernels.momentum import Buffers, Momentum
+from thinwire.kernels.triton import histograms
 
 
 def ties(numel: int) -> torch.Tensor:
@@ -23,6 +24,63 @@ COUNTS = [30, 0, 25, 1, 41, 3000]
 @pytest.mark.parametrize("counts", [COUNTS, [300, 0, 100, 1, 4100, 8320], [1, 0, 0, 0, 1, 0]], ids=str)
 def test_topk(counts):
     assert_triton_agrees(lambda: [*kernels.select.topk(SMALL + LARGE, counts)])
+
+
+def mostly_zeros(numel: int, rest: int) -> torch.Tensor:
+    x = torch.zeros(numel, device=DEVICE)
+    x[7 :: numel // rest][:rest] = gaussian(rest)
+    return x
+
+
+LARGER = {  # segment, how many are kept, and whether they are chosen from what reaches a bound
+    "several groups of tiles": (gaussian(70_001), 700, True),
+    "aligned": (gaussian(65_536), 6_000, True),
+    "one element": (gaussian(40_000), 1, True),
+    "candidates in few tiles": (gaussian(40_000).abs().sort(descending=True).values, 400, True),
+    "any bits": (any_bits(40_000), 300, True),
+    "ties at the threshold": (mostly_zeros(40_000, 1000).sign() * 2, 900, True),
+    "more candidates than room": (torch.full((40_000,), -1.0, device=DEVICE), 400, False),
+    "fewer candidates than are kept": (mostly_zeros(40_000, 300), 400, False),
+    "zeros": (torch.zeros(5_000, device=DEVICE), 50, False),
+    "a fourth": (gaussian(40_000), 10_000, False),
+    "everything": (gaussian(9_000), 9_000, False),
+}
+
+
+@pytest.fixture
+def num_candidates(monkeypatch):
+    """Of the first segment of each selection."""
+    numbers, start = [], histograms.launch
+
+    def note(function, num_programs, device, *arguments, **constants):
+        start(function, num_programs, device, *arguments, **constants)
+        if function is histograms._write_kept:
+            numbers.append(int(arguments[1][0]))
+
+    monkeypatch.setattr(histograms, "launch", note)
+    return numbers
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_topk_of_large_segments(name, num_candidates):
+    x, count, is_bounded = LARGER[name]
+    assert_triton_agrees(lambda: [*kernels.select.topk([x, gaussian(4_097)], [count, 40])])
+    room = histograms._room(histograms._rank(count, x.numel()), x.numel())
+    assert (count <= num_candidates[0] <= room) == is_bounded
+
+
+def test_a_bound_serves_what_is_made_in_the_same_pass(num_candidates):
+    x, zeros = gaussian(40_000), torch.zeros(40_000, device=DEVICE)
+
+    def compute():
+        made = [*kernels.momentum.add_topk([x], [zeros], [zeros.clone()], 2.0, [400])]
+        for nesterov in (False, True):
+            buffers = Buffers([x], [x], [zeros], [zeros.clone()], [zeros.clone()])
+            made += kernels.momentum.correct_topk(buffers, Momentum(0.5, 1.0, nesterov), [400])
+        return made
+
+    assert_triton_agrees(compute)
+    assert num_candidates == 3 * num_candidates[:1] and 400 <= num_candidates[0] <= 1475  # each makes a multiple of x
 
 
 @pytest.mark.parametrize(("chunk", "count"), [(1, 1), (64, 3), (100, 100), (5000, 7)])

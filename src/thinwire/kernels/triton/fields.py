@@ -34,15 +34,15 @@ def scan(first_tile, counts, totals, num_segments, ROWS: tl.constexpr, BLOCK: tl
     segment = tl.program_id(0)
     first = tl.load(first_tile + segment)
     last = tl.load(first_tile + segment + 1)
-    num_tiles = tl.load(first_tile + num_segments)
-    for row in tl.static_range(ROWS):
-        before = tl.zeros([], tl.int32)
-        for start in range(first, last, BLOCK):
-            tile = start + tl.arange(0, BLOCK)
-            count = tl.load(counts + row * num_tiles + tile, mask=tile < last, other=0)
-            tl.store(counts + row * num_tiles + tile, before + tl.cumsum(count) - count, mask=tile < last)
-            before += tl.sum(count)
-        tl.store(totals + row * num_segments + segment, before)
+    row = tl.arange(0, ROWS)
+    before = tl.zeros([ROWS], tl.int32)
+    for start in range(first, last, BLOCK):
+        tile = start + tl.arange(0, BLOCK)[None, :]
+        at = counts + row[:, None] * tl.load(first_tile + num_segments) + tile
+        count = tl.load(at, mask=tile < last, other=0)
+        tl.store(at, before[:, None] + tl.cumsum(count, axis=1) - count, mask=tile < last)
+        before += tl.sum(count, axis=1)
+    tl.store(totals + row * num_segments + segment, before)
 
 
 SCAN_BLOCK = 1024

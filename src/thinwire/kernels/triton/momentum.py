@@ -81,7 +81,7 @@ def _make_segments(
     rows, others, num_segments, m, factor, SOURCE: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr
 ):
     segment, tile = find_segment(rows, num_segments)
-    start = tile * TILE
-    left = load_size(rows + 2 * num_segments + segment, VECTOR) - start
+    start, offset = tile * TILE, tl.arange(0, TILE)
+    inside = offset < load_size(rows + 2 * num_segments + segment, VECTOR) - start
     out = load_pointer(rows + num_segments + segment, VECTOR)
-    source(others, segment, num_segments, start, left, m, factor, out, SOURCE, VECTOR, TILE)
+    source(others, segment, num_segments, start, offset, inside, m, factor, out, SOURCE, VECTOR, True)
