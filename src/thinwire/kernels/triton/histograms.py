@@ -269,16 +269,18 @@ def _collect(
 ):
     """Append a tile's candidates, in order, to those of its segment; note where they begin, and their number."""
     segment, start, left = tile_of(rows, num_segments, VECTOR, TILE)
-    offset = tl.arange(0, TILE)
+    offset = 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+    out, inside = load_pointer(rows + num_segments + segment, VECTOR), offset < left
     if SOURCE == "none":
-        x, inside = load_tile(rows, num_segments, segment, start, left, VECTOR, TILE)
+        x = tl.load(out + start + offset, mask=inside, other=0.0)
     else:
-        out, inside = load_pointer(rows + num_segments + segment, VECTOR), offset < left
         x = source(others, segment, num_segments, start, offset, inside, m, factor, out, SOURCE, VECTOR, True)
     is_candidate = inside & (magnitude(x) >= tl.load(bounds + segment))
     number = is_candidate.to(tl.int32)
-    rank = tl.cumsum(number) - number
-    total = tl.sum(number)
+    of_four = tl.sum(number, axis=1)
+    four_before = tl.cumsum(of_four) - of_four
+    rank = four_before[:, None] + tl.cumsum(number, axis=1) - number
+    total = tl.sum(of_four)
     first = tl.atomic_add(found + segment, total, sem="relaxed")
     tile = tl.load(rows + 7 * num_segments + segment) + start // TILE
     tl.store(places + tile, first)
