@@ -7,6 +7,7 @@ DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest
 TRITON := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n 2 --dist load  # nothing here waits
+OLDEST_TRITON := build/triton/3.6.0
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/* native/*/*) $(shell find src/thinwire -name __init__.py)
 
@@ -17,7 +18,7 @@ help:
 	@echo "make test    run the tests of the library and the command line"
 	@echo "make test-all   run all tests: also whole runs of several processes, trainers, notebook, package of a method, pages of the guide, launchers, GPU script, network lab"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
-	@echo "make test-oldest-triton   compile the GPU kernels with the oldest Triton that is supported; downloads it"
+	@echo "make test-oldest-triton   hold the machine code that the oldest supported Triton makes to the same"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure codecs and training steps on a GPU"
 	@echo "make sanitize   run the C++ kernels under ThreadSanitizer, AddressSanitizer and UBSan, on damaged payloads too"
@@ -54,21 +55,23 @@ test: $(READY)
 test-all: $(READY)
 	$(PYTEST)
 
-# Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The second compiles all
-# launches for the real types of their arguments: the interpreter takes what the compiler refuses.
-test-triton: $(READY)
-	TRITON_INTERPRET=1 $(TRITON) -W ignore::RuntimeWarning $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
-	THINWIRE_FAKE_GPU=1 PYTHONPATH=tests $(TRITON) -p helpers.compile_launches -W ignore \
-		$(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py)) tests/gpu/check_codecs.py
+# Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The second and third compile
+# all launches for the real types of their arguments: the interpreter takes what the compiler refuses. The last compiles to
+# machine code.
+TRITON_CHECKS := $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
+LAUNCHES := $(TRITON) -p helpers.compile_launches -W ignore $(TRITON_CHECKS) tests/gpu/check_codecs.py
+test-triton: $(READY) $(OLDEST_TRITON)
+	TRITON_INTERPRET=1 $(TRITON) -W ignore::RuntimeWarning $(TRITON_CHECKS)
+	THINWIRE_FAKE_GPU=1 PYTHONPATH=tests $(LAUNCHES)
+	THINWIRE_FAKE_GPU=1 PYTHONPATH=$(OLDEST_TRITON):tests $(LAUNCHES)
 	$(TRITON) tests/kernels/triton/check_compiled.py
 
 # The oldest Triton that is supported, beside the one that PyTorch brings.
-OLDEST_TRITON := triton==3.6.0
-test-oldest-triton: $(READY)
-	test -d build/$(OLDEST_TRITON) || $(BIN)/python -m pip install --quiet --no-deps --target build/$(OLDEST_TRITON) $(OLDEST_TRITON)
-	THINWIRE_FAKE_GPU=1 PYTHONPATH=build/$(OLDEST_TRITON):tests $(TRITON) -p helpers.compile_launches -W ignore \
-		$(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py)) tests/gpu/check_codecs.py
-	PYTHONPATH=build/$(OLDEST_TRITON) $(TRITON) tests/kernels/triton/check_compiled.py
+$(OLDEST_TRITON): | $(READY)
+	$(BIN)/python -m pip install --quiet --no-deps --target $@ triton==$(notdir $@)
+
+test-oldest-triton: $(READY) $(OLDEST_TRITON)
+	PYTHONPATH=$(OLDEST_TRITON) $(TRITON) tests/kernels/triton/check_compiled.py
 
 # On a GPU nothing is installed: the system's Python has PyTorch.
 test-gpu:

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,11 +21,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 import thinwire as tw
+from thinwire.codec import Codec, Key
 from thinwire.lab.bench.codecs import DEFAULT_CODECS, measure
+from thinwire.lab.bench.parts import seconds_of
 
 IS_DRY = os.environ.get("THINWIRE_FAKE_GPU") == "1"
 DEVICE = torch.device("cpu") if IS_DRY else torch.device("cuda", 0)
 WIDTH, LAYERS, STEPS = (64, 2, 2) if IS_DRY else (4096, 6, 30)
+PAYLOADS = 8
+SUMS = ("QSGD(bits=4)", "NUQSGD(bits=4)", "SignNorm()", "TopK(ratio=0.01)", "RandomK(ratio=0.1)")
 
 
 def wait() -> None:
@@ -71,8 +76,14 @@ def overhead(folder: Path) -> list[str]:
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     plain = milliseconds(training_step(lambda ddp: None))
-    step = training_step(lambda ddp: tw.compress_gradients(ddp, tw.Mean(tw.QSGD(bits=4))))
+    handles: list[Any] = []
+    step = training_step(lambda ddp: handles.append(tw.compress_gradients(ddp, tw.Mean(tw.QSGD(bits=4)))))
     ours = milliseconds(step)
+    (handle,) = handles
+    before = handle.seconds
+    for _ in range(STEPS):
+        step()
+    phases = {name: 1e3 * (now - before.get(name, 0.0)) / STEPS for name, now in handle.seconds.items()}
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (DEVICE.type == "cuda")
     with profile(activities=activities) as profiler:
         step()
@@ -83,7 +94,8 @@ def overhead(folder: Path) -> list[str]:
     numel = LAYERS * (WIDTH * WIDTH + WIDTH)
     return [
         f"{numel / 1e6:.1f} million parameters: DDP {plain:.2f} ms, Mean(QSGD(bits=4)) {ours:.2f} ms, "
-        f"overhead {ours - plain:.2f} ms; timeline in {(folder / 'timeline.json').name}"
+        f"overhead {ours - plain:.2f} ms; timeline in {(folder / 'timeline.json').name}",
+        "in phases, side by side: " + ", ".join(f"{name} {ms:.2f} ms" for name, ms in phases.items()),
     ]
 
 
@@ -95,7 +107,24 @@ def speed(keep: Callable[[list[str]], None]) -> list[str]:
         copy, encode, decode, _ = measure(tw.parse(text), x, 2 if IS_DRY else 15)
         rows.append(f"{text:48} {copy / encode:7.3f} {copy / decode:7.3f}  copy {8 * x.numel() / copy / 1e9:.0f} GB/s")
         keep(rows)
+    rows.append(f"a sum of {PAYLOADS} payloads, as a share of the time that a copy takes for the same bytes")
+    for text in SUMS:
+        share, seconds = sum_of_payloads(tw.parse(text), x, copy / (8 * x.numel()), 2 if IS_DRY else 15)
+        rows.append(f"{text:48} {share:7.3f} {1e3 * seconds:7.2f} ms")
+        keep(rows)
     return rows
+
+
+def sum_of_payloads(codec: Codec, x: torch.Tensor, byte_seconds: float, repetitions: int) -> tuple[float, float]:
+    """How near the sum comes to the least time, that for reading all payloads and writing the result; and its seconds."""
+    payloads, out = [codec.encode(x, Key()) for _ in range(PAYLOADS)], torch.zeros_like(x)
+
+    def add_up() -> None:
+        codec.decode_sum(payloads, out, 1 / PAYLOADS, Key())
+
+    add_up()
+    seconds = median(seconds_of(add_up, x.device) for _ in range(repetitions))
+    return byte_seconds * (sum(p.numel() for p in payloads) + 4 * x.numel()) / seconds, seconds
 
 
 def main(what: str, folder: Path) -> None:
