@@ -172,26 +172,17 @@ def tile_of(rows, num_segments, VECTOR: tl.constexpr, TILE: tl.constexpr):
 
 
 @triton.jit
-def load_tile(rows, num_segments, segment, start, left, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """The elements of a tile, and which of them exist."""
-    offset = tl.arange(0, TILE)
-    x = load_pointer(rows + num_segments + segment, VECTOR) + start
-    return tl.load(x + offset, mask=offset < left, other=0.0), offset < left
+def offsets(TILE: tl.constexpr):
+    """Of the elements of a tile, in rows of four: as many as a thread loads at once."""
+    return 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
 
 
 @triton.jit
-def read_tile(rows, num_segments, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """This program's segment, where its tile starts there, its elements, and which of them exist."""
-    segment, start, left = tile_of(rows, num_segments, VECTOR, TILE)
-    x, inside = load_tile(rows, num_segments, segment, start, left, VECTOR, TILE)
-    return segment, start, x, inside
-
-
-@triton.jit
-def write_selected(indices, values, place, start, x, kept, TILE: tl.constexpr):
-    """Write the selected elements of a tile, each at its place."""
-    tl.store(indices + place, (start + tl.arange(0, TILE)).to(tl.int32), mask=kept)
-    tl.store(values + place, x, mask=kept)
+def ranks(flags):
+    """How many of a tile's flags are set before each, and how many in all; in rows, because a cumulative sum costs much."""
+    in_row = tl.sum(flags, axis=1)
+    before = (tl.cumsum(in_row) - in_row)[:, None]
+    return before + tl.cumsum(flags, axis=1) - flags, tl.sum(in_row)
 
 
 @triton.jit
@@ -269,18 +260,14 @@ def _collect(
 ):
     """Append a tile's candidates, in order, to those of its segment; note where they begin, and their number."""
     segment, start, left = tile_of(rows, num_segments, VECTOR, TILE)
-    offset = 4 * tl.arange(0, TILE // 4)[:, None] + tl.arange(0, 4)[None, :]
+    offset = offsets(TILE)
     out, inside = load_pointer(rows + num_segments + segment, VECTOR), offset < left
     if SOURCE == "none":
         x = tl.load(out + start + offset, mask=inside, other=0.0)
     else:
         x = source(others, segment, num_segments, start, offset, inside, m, factor, out, SOURCE, VECTOR, True)
     is_candidate = inside & (magnitude(x) >= tl.load(bounds + segment))
-    number = is_candidate.to(tl.int32)
-    of_four = tl.sum(number, axis=1)
-    four_before = tl.cumsum(of_four) - of_four
-    rank = four_before[:, None] + tl.cumsum(number, axis=1) - number
-    total = tl.sum(of_four)
+    rank, total = ranks(is_candidate.to(tl.int32))
     first = tl.atomic_add(found + segment, total, sem="relaxed")
     tile = tl.load(rows + 7 * num_segments + segment) + start // TILE
     tl.store(places + tile, first)

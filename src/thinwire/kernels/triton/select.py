@@ -14,9 +14,9 @@ from torch import Tensor
 from .. import select as family
 from ..checks import numels_of
 from . import histograms
-from .device import find_segment, magnitude
+from .device import find_segment, load_pointer, magnitude
 from .fields import SCAN_BLOCK, scan
-from .histograms import TILE, read_tile, write_selected
+from .histograms import TILE, offsets, ranks, tile_of
 from .launch import launch, pointers, starts, table, tiles_of
 
 MAX_ROW = 4096  # elements of a row that one program holds
@@ -144,26 +144,34 @@ def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexp
     tl.store(values + place, x, mask=kept > 0)
 
 
+@triton.jit
+def _read_tile(rows, num_segments, TILE: tl.constexpr):
+    """This program's segment, where its tile starts there, its elements, and which of them exist."""
+    # `VECTOR` is 1, because these tables have segments of any alignment.
+    segment, start, left = tile_of(rows, num_segments, 1, TILE)
+    offset = offsets(TILE)
+    x = tl.load(load_pointer(rows + num_segments + segment, 1) + start + offset, mask=offset < left, other=0.0)
+    return segment, start, x, offset < left
+
+
 @triton.jit(do_not_specialize=["num_segments"])
 def _count_above(rows, counts, num_segments, TILE: tl.constexpr):
-    program = tl.program_id(0)
-    # `VECTOR` is 1, because this table has segments of any alignment.
-    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
+    segment, start, x, inside = _read_tile(rows, num_segments, TILE)
     threshold = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
-    tl.store(counts + program, tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
+    tl.store(counts + tl.program_id(0), tl.sum((inside & (magnitude(x) >= threshold)).to(tl.int32)))
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _write_above(rows, before, indices, values, num_segments, TILE: tl.constexpr):
-    program = tl.program_id(0)
-    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
-    threshold = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
-    kept = (inside & (magnitude(x) >= threshold)).to(tl.int32)
-    place = tl.load(rows + 4 * num_segments + segment) + tl.load(before + program) + tl.cumsum(kept) - kept
-    write_selected(indices, values, place, start, x, kept > 0, TILE)
+    segment, start, x, inside = _read_tile(rows, num_segments, TILE)
+    is_kept = inside & (magnitude(x) >= tl.load(rows + 3 * num_segments + segment).to(tl.int32))
+    rank, _ = ranks(is_kept.to(tl.int32))
+    at = tl.load(rows + 4 * num_segments + segment) + tl.load(before + tl.program_id(0))
+    tl.store(indices + at + rank, start.to(tl.int32) + offsets(TILE), mask=is_kept)
+    tl.store(values + at + rank, x, mask=is_kept)
 
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _largest(rows, found, num_segments, TILE: tl.constexpr):
-    segment, start, x, inside = read_tile(rows, num_segments, 1, TILE)
+    segment, start, x, inside = _read_tile(rows, num_segments, TILE)
     tl.atomic_max(found + segment, tl.max(tl.where(inside, magnitude(x), 0)), sem="relaxed")
