@@ -41,7 +41,10 @@ PASSES = tl.constexpr(4)
 
 @dataclass(frozen=True)
 class _Plan:
-    """The launches of a selection. All tables have the same rows after the first.
+    """The launches of a selection.
+
+    Their tables have these rows: first program, address, size, how many are kept, where their selection begins, first slot for
+    candidates, number of slots, first tile, programs of a histogram.
 
     Args:
         ranks: of the bound in each segment's sample.
