@@ -22,6 +22,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from script import run_script
 from studies import loss_of, once, some, trained
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import nn
@@ -160,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

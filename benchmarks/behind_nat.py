@@ -16,6 +16,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from script import run_script
 
 import thinwire.comm.backend  # noqa: F401
 from thinwire.comm.tls.relay import Relay
@@ -70,4 +71,4 @@ def serve(master: str, store: dist.Store) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

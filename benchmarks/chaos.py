@@ -29,7 +29,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -42,6 +41,7 @@ from typing import Any, NamedTuple
 from chaos_train import train
 from chaos_worker import IN_DDP, IN_SHARDS, NUM_BLOCKS, Fault, serve, started, strategy_of, worker
 from netlab import INTERFACE, Lab
+from script import run_script
 from tables import table_head, table_row
 
 import thinwire as tw
@@ -474,4 +474,4 @@ def report(outcomes: list[Outcome]) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

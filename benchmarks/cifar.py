@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from script import existing_folder, run_script
 from studies import finished
 from tables import publish, table_head, table_row
 
@@ -45,7 +46,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path("runs/cifar10"))
     parser.add_argument("--epochs", type=int, help="instead of the recipe's three")
     parser.add_argument("--only", default="", metavar="TEXT")
-    parser.add_argument("--docs", type=Path)
+    parser.add_argument("--docs", type=existing_folder)
     options = parser.parse_args()
     base = recipes()["cifar10-resnet20-dense-small"].config
     base = replace(base, data=replace(base.data, folder=options.folder), output=options.output)
@@ -87,4 +88,4 @@ def write(docs: Path, runs: Sequence[Run]) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

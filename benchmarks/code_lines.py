@@ -14,6 +14,8 @@ import tokenize
 from collections import Counter
 from pathlib import Path
 
+from script import existing_folder, run_script
+
 SOURCES = Path(__file__).parents[1] / "src" / "thinwire"
 LAYOUT = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
@@ -40,7 +42,7 @@ def code_lines(source: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=SOURCES)
+    parser.add_argument("folder", nargs="?", type=existing_folder, default=SOURCES)
     root = parser.parse_args().folder
     counts: Counter[str] = Counter()
     for path in root.rglob("*.py"):
@@ -52,4 +54,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

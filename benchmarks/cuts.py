@@ -28,7 +28,6 @@ import io
 import logging
 import multiprocessing
 import os
-import sys
 import tempfile
 import time
 import traceback
@@ -44,6 +43,7 @@ import torch
 import torch.distributed as dist
 from chaos_worker import call_before, enter, started
 from netlab import INTERFACE, Lab
+from script import run_script
 from tables import table_head, table_row
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -383,4 +383,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -12,6 +12,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from script import run_script
 from studies import finished
 from tables import table_head, table_row
 
@@ -72,4 +73,4 @@ def table(runs: list[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

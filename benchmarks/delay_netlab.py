@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 from netlab import Lab
+from script import run_script
 from tables import DOCS, publish, table_head, table_row
 from torch import nn
 
@@ -120,4 +121,4 @@ def blocked(handle: tw.strategy.Attachment | None) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from script import run_script
 
 TIMES = ("seconds", "_per_second")
 """Endings of the names of what depends on the clock."""
@@ -49,6 +50,8 @@ def main() -> int:
     parser.add_argument("--output", type=Path, default=Path("runs/determinism"))
     own, passed_on = _split(sys.argv[1:])
     options = parser.parse_args(own)
+    if options.repeats < 2:
+        parser.error("give --repeats 2 or more: runs are compared with the first one")
     failed = []
     for recipe in options.recipes:
         folders = []
@@ -74,7 +77,8 @@ def _train(recipe: str, output: Path, name: str, options: list[str]) -> Path:
     command = [sys.executable, "-c", run, "train", recipe, "--output", str(output), "--name", name]
     command += ["--overwrite", "--log-every", "1", *options]
     began = time.monotonic()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if code := subprocess.run(command, stdout=subprocess.DEVNULL).returncode:  # it has said why
+        sys.exit(code)
     print(f"  {name}: {time.monotonic() - began:.0f} s", flush=True)
     return output / name
 
@@ -177,4 +181,4 @@ def _short(value: Any) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -12,6 +12,7 @@ import subprocess
 import sys
 
 from netlab import INTERFACE, Lab, set_congestion
+from script import run_script
 
 BAD, LINES = 1, ["continent", "continent,up=10mbit", "continent"]
 EXPECTED = (
@@ -39,4 +40,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

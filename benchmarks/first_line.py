@@ -23,6 +23,7 @@ from statistics import mean
 from typing import Any
 
 import torch
+from script import run_script
 from studies import Batch, digit_accuracy, digits, loss_of, once, some, trained
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
@@ -319,4 +320,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 from netlab import Lab
+from script import run_script
 from studies import append, loss_of, once, read, some
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
@@ -548,4 +549,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_script(main)

@@ -38,11 +38,14 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from script import run_script
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.lab.bench.rows import as_parsed
+from thinwire.strategy import Strategy
 
 EVERY = 30
 METHODS = ("asynchronous", "synchronous", "DDP")
@@ -348,6 +351,8 @@ def main() -> None:
     parser.add_argument("--synchronous", default=f"diloco(every={EVERY})")
     parser.add_argument("--asynchronous", default=f"asynchronous_diloco(every={EVERY})")
     options = parser.parse_args()
+    for text in (options.synchronous, options.asynchronous):  # a wrong one is found before the workers start
+        as_parsed(text, Strategy)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("RUST_LOG", "error")
     alone = measure(options, "alone")
@@ -359,4 +364,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

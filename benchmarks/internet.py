@@ -23,6 +23,7 @@ import copy
 import fcntl
 import json
 import os
+import re
 import sys
 import sysconfig
 import time
@@ -36,6 +37,7 @@ from statistics import mean
 from typing import IO, Any
 
 import torch
+from script import existing_folder, run_script
 from tables import publish, spread, table_head, table_row
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -295,6 +297,19 @@ def path_of(run: Run, options: argparse.Namespace) -> Path:
     return path
 
 
+def other_sizes(options: argparse.Namespace) -> list[str]:
+    """The options of runs of other sizes in the folder."""
+    own = path_of(Run("DDP", 0.0, options.steps, 0), options).parent
+    names = ("layers", "width", "context", "workers", "batch", "steps")
+    found = []
+    for path in sorted({file.parent for file in options.folder.glob("*/*.jsonl")} - {own}):
+        if size := re.fullmatch(r"(\d+)x(\d+)x(\d+)-(\d+)x(\d+)x(\d+)-(\w+)", path.name):
+            *numbers, device = size.groups()
+            text = [f"--{name} {number}" for name, number in zip(names, numbers, strict=True)]
+            found.append(" ".join([*text, f"--device {device}"]))
+    return found
+
+
 def settings(run: Run, model: nn.Module, text: Text, options: argparse.Namespace) -> dict[str, Any]:
     """What else determines a run's numbers."""
     sizes = ("layers", "width", "context", "workers", "batch", "test_windows")
@@ -534,7 +549,7 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--rates", type=int, default=3, help="how many of each grid's learning rates; 1 tries none")
-    parser.add_argument("--device", type=torch.device, default=torch.device("cpu"))
+    parser.add_argument("--device", type=device, default=torch.device("cpu"))
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--width", type=int, default=128)
@@ -548,26 +563,45 @@ def options_of(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--part", type=int, default=20, help="steps between two rows, after which a run can be saved")
     parser.add_argument("--save-minutes", type=float, default=1.0, help="between two saved states; one part at least")
     parser.add_argument("--table", action="store_true", help="train nothing")
-    parser.add_argument("--docs", type=Path, help="folder of internet.md, which gets the table and the figure")
+    parser.add_argument(
+        "--docs", type=existing_folder, help="folder of internet.md, which gets the table and the figure"
+    )
     return parser.parse_args(arguments)
 
 
+def device(text: str) -> torch.device:
+    """The type of `--device`."""
+    try:
+        return torch.device(text)
+    except RuntimeError:
+        raise ValueError(text) from None  # `argparse` says the rest
+
+
 def study(options: argparse.Namespace) -> None:
-    """Train, and show the table."""
+    """Train, and show the table.
+
+    Raises:
+        ValueError: no run of this size is finished, which would take a page's table away.
+    """
+    if options.folder.exists():
+        existing_folder(str(options.folder))
     if not options.table:
         train_all(options)
-    lines = table(options)
+    sizes = other_sizes(options)
+    others = f"; {options.folder} has runs of other sizes: {', or '.join(sizes)}" if sizes else ""
     if options.docs is None:
-        print("\n".join(lines))
+        print("\n".join(table(options)))
+        if others:
+            print(f"the table has runs of this size alone{others}", file=sys.stderr)
         return
-    if finished(options):
-        draw(options, options.docs / "internet.svg")
-        lines += ["", "![Held-out loss along the steps, and against the bytes that a worker sent](internet.svg)"]
-    publish(options.docs / "internet.md", "comparison", lines)
+    page = options.docs / "internet.md"
+    if not finished(options):
+        raise ValueError(f"no run of this size is finished, so {page} stays as it is{others}")
+    lines = table(options)
+    draw(options, options.docs / "internet.svg")
+    lines += ["", "![Held-out loss along the steps, and against the bytes that a worker sent](internet.svg)"]
+    publish(page, "comparison", lines)
 
 
 if __name__ == "__main__":
-    try:
-        study(options_of(sys.argv[1:]))
-    except ValueError as error:
-        sys.exit(str(error))
+    run_script(lambda: study(options_of(sys.argv[1:])))

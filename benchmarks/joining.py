@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from chaos_worker import enter, serve, started
 from netlab import INTERFACE, Lab
+from script import run_script
 from torch import nn
 
 import thinwire as tw
@@ -262,4 +263,4 @@ def held(facts: list[Any]) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -12,6 +12,7 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
+from script import run_script
 from studies import finished
 from tables import table_head, table_row
 
@@ -52,4 +53,4 @@ def table(metric: str, key: str, runs: list[Run]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

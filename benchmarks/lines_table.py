@@ -22,6 +22,7 @@ from statistics import median
 
 from lines import LINES
 from netlab import Lab
+from script import run_script
 
 OPERATIONS = ("all_reduce", "all_gather", "exchange")
 WARM_BYTES, WARM_LARGE_BYTES = 4_000_000, 8_000_000  # large messages have connections of their own
@@ -105,4 +106,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(*sys.argv[2:])
     else:
-        main()
+        run_script(main)

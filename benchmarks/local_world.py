@@ -12,6 +12,7 @@ import argparse
 import time
 
 import torch
+from script import run_script
 
 import thinwire as tw
 from thinwire.average import Averager
@@ -42,4 +43,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

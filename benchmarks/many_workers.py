@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from pathlib import Path
 from statistics import mean
 
 import torch
+from script import existing_folder, run_script
 from studies import digit_accuracy, digit_batches, digits, trained
 from tables import DOCS, publish, spread, table_head, table_row
 from torch import Tensor, nn
@@ -120,7 +120,7 @@ def main() -> None:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("study", choices=["bytes", "accuracy"])
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of benchmarks.md")
+    parser.add_argument("--docs", type=existing_folder, default=DOCS, help="folder of benchmarks.md")
     options = parser.parse_args()
     torch.set_num_threads(1)
     rows = {"bytes": study_bytes, "accuracy": study_accuracy}[options.study]()
@@ -128,4 +128,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,9 +15,12 @@ from types import FrameType
 from typing import Any
 
 import torch
+from script import run_script
 
 import thinwire as tw
+from thinwire.average import Averager
 from thinwire.comm import Communicator
+from thinwire.lab.bench.rows import as_parsed
 
 ROOT = Path(tw.codec.__file__).parents[1]
 AVERAGER = "Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback())"
@@ -63,10 +66,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("averager", nargs="?", default=AVERAGER, help="in notation")
     text = parser.parse_args().averager
-    files, calls, changes = tw.LocalWorld(2).run(walk, text)[0]
+    files, calls, changes = tw.LocalWorld(2).run(walk, repr(as_parsed(text, Averager)))[0]
     print(f"{text}: {len(files)} files, {calls} calls, {changes} of them into another file")
     print("\n".join(files))
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

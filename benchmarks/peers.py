@@ -23,6 +23,7 @@ from statistics import median
 
 from lines import LINES
 from netlab import Lab
+from script import run_script
 
 AVERAGERS = ("Mean()", "Mean(QSGD(bits=8))", "Mean(QSGD(bits=4))")
 ROWS = [(transport, averager) for transport in ("tcp", "gloo") for averager in AVERAGERS]
@@ -159,4 +160,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(*sys.argv[2:])
     else:
-        main()
+        run_script(main)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from lines import parse_rate
 from netlab import Lab, shaping
+from script import run_script
 from tables import DOCS, publish, table_head, table_row
 
 import thinwire as tw
@@ -59,6 +60,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.worker is not None:
         return work(options.worker, options.parameters)
+    for rate in options.rates:  # a wrong one is found before the first measurement
+        parse_rate(rate)
     rows = [
         row for hosts in options.hosts for rate in options.rates for row in compare(hosts, rate, options.parameters)
     ]
@@ -159,4 +162,4 @@ def buffer(num_bytes: int) -> torch.Tensor:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -19,6 +19,7 @@ from functools import cache, partial
 
 import torch
 from internet import GPT, Text, windows
+from script import run_script
 from sklearn.datasets import load_digits
 from tables import table_head, table_row
 from torch import Tensor, nn
@@ -26,6 +27,8 @@ from torch.nn.functional import cross_entropy
 
 import thinwire as tw
 from thinwire.average import Bucketing, CenteredClipping, GeometricMedian, Krum, Median, MedianNorm, TrimmedMean
+from thinwire.codec import Codec
+from thinwire.lab.bench.rows import as_parsed
 from thinwire.testing.attacks import ATTACKS, Attack, Attacker
 
 SIZE, FAULTY, MOMENTUM = 8, (1, 6), 0.9
@@ -197,9 +200,11 @@ def main() -> None:
     parser.add_argument("--rules", nargs="+", default=list(RULES), choices=RULES, metavar="RULE", help="these alone")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    for codec in options.codecs:  # a wrong one is found before the first table
+        as_parsed(codec, Codec)
     for codec in options.codecs:
         table(TASKS[options.task], codec, options.attacks, options.rules)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from netlab import Lab
+from script import run_script
 from tables import DOCS, publish, table_head, table_row
 from torch.distributed.fsdp import fully_shard
 
@@ -128,4 +129,4 @@ def measure(comm: Communicator, steps: dict[str, Any], repetitions: int) -> dict
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -15,6 +15,7 @@ import statistics
 import time
 
 import torch
+from script import run_script
 
 import thinwire as tw
 
@@ -69,4 +70,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

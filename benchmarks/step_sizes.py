@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 
 import torch
+from script import run_script
 from torch import Tensor
 
 import thinwire as tw
@@ -71,4 +72,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

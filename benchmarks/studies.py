@@ -6,7 +6,6 @@ import copy
 import fcntl
 import json
 import re
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -56,7 +55,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def some(path: Path) -> list[dict[str, Any]]:
     """The rows, of which there is at least one: a page would lose its table to an empty one."""
-    return read(path) or sys.exit(f"{path} has no finished run; train first, or give another --results")
+    if not (rows := read(path)):
+        raise ValueError(f"{path} has no finished run; train first, or give another --results")
+    return rows
 
 
 def append(path: Path, row: dict[str, Any]) -> None:

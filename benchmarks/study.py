@@ -19,6 +19,7 @@ from pathlib import Path
 from statistics import mean
 
 import torch
+from script import existing_folder, run_script
 from studies import digit_accuracy, digit_batches, finished, trained
 from tables import DOCS, publish, spread, table_head, table_row
 
@@ -221,10 +222,10 @@ def main() -> None:
         "--folder", type=Path, default=Path("runs/study"), help="where the runs are (default: runs/study)"
     )
     parser.add_argument("--epochs", type=int, help="of each run (default: 30, for granularity 10)")
-    parser.add_argument("--docs", type=Path, default=DOCS, help="folder of methods.md (default: docs)")
+    parser.add_argument("--docs", type=existing_folder, default=DOCS, help="folder of methods.md (default: docs)")
     options = parser.parse_args()
     {"methods": study_methods, "granularity": study_granularity, "parity": study_parity}[options.study](options)
 
 
 if __name__ == "__main__":
-    main()
+    run_script(main)

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from internet import GPT, Text, loss_of, tested, windows
 from lines import LINES
 from netlab import Lab
+from script import run_script
 from tables import table_head, table_row
 
 import thinwire as tw
@@ -146,4 +147,4 @@ if __name__ == "__main__":
     if sys.argv[1:2] == ["--worker"]:
         work(*sys.argv[2:])
     else:
-        main()
+        run_script(main)

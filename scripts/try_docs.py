@@ -52,6 +52,10 @@ HERE = [  # what a command matches, and how it runs on this one machine, in an e
         r"^thinwire train (?!.*--credentials).*--elastic.*",
         r"pip install -q -c constraints.txt 'thinwire[elastic]' && \g<0>",
     ),
+    (
+        r".*gpu\.py --dry-run.*",
+        r"pip install -q -c constraints.txt 'thinwire[gpu]' pytest pytest-xdist hypothesis && \g<0>",
+    ),
     (r"--nnodes 2 --nproc-per-node [48]", "--nnodes 1 --nproc-per-node 2"),
     (r"--nnodes [23] --nproc-per-node 1", "--nnodes 1 --nproc-per-node 2"),
     (r"node1:29400", "localhost:0"),

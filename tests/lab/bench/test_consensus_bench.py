@@ -178,7 +178,7 @@ def test_topology_prints_its_facts_and_draws(capsys, tmp_path):
         (["Torus()", "--workers", "7"], "Torus() cannot connect 7 workers"),
         (["Rng()"], "did you mean 'Ring'"),
         (["Mix()"], "'Mix()' is no topology"),
-        (["--workers", "4"], "Missing from thinwire topology: GRAPH"),
+        (["--workers", "4"], "thinwire topology needs GRAPH (the topology in Python's notation"),
         (["Ring()", "--output", "ring.txt"], "must end in .pdf, .png, .svg"),
         (["Ring()", "--output", "/proc/nowhere/ring.png"], "cannot write /proc/nowhere/ring.png"),
         (["Ring()", "--wrokers", "4"], "did you mean '--workers'"),

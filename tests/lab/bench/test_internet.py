@@ -157,3 +157,17 @@ def test_text_is_held_out_by_file(tmp_path, monkeypatch):
     assert learn | test == {f"{folder} {i}" for folder in ("python", "torch") for i in range(100)}
     assert not learn & test and len(learn) > 5 * len(test) > 0
     assert Text.read(None, torch.device("cpu")).header() == text.header()
+
+
+def test_a_page_keeps_its_table_where_only_runs_of_another_size_are_finished(tmp_path, capsys):
+    here, page = options(tmp_path, "--only", "DDP", "--table", "--docs", str(tmp_path)), tmp_path / "internet.md"
+    page.write_text("<!-- comparison: begin -->\nold\n<!-- comparison: end -->\n")
+    write(options(tmp_path, "--steps", "60"), Run("DDP", 1e-3, 60, 0), 2.0, 100)
+    sizes = "--layers 1 --width 16 --context 8 --workers 2 --batch 1 --steps 60 --device cpu"
+    with pytest.raises(ValueError, match=f"{page} stays as it is; {tmp_path} has runs of other sizes: {sizes}$"):
+        internet.study(here)
+    assert "\nold\n" in page.read_text()
+    here.docs = None
+    internet.study(here)
+    printed = capsys.readouterr()
+    assert "not run yet" in printed.out and printed.err.count("\n") == 1 and sizes in printed.err

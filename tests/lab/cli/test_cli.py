@@ -17,6 +17,8 @@ from helpers.program import below, wait_until, workers_of
 
 import thinwire as tw
 from thinwire.lab.cli import main
+from thinwire.lab.cli.options import parsed
+from thinwire.lab.train import RunConfig
 from thinwire.notation import known_names
 
 SPARSE = "Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))"
@@ -135,7 +137,10 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--flavour", "topk"], "unknown option '--flavour'; see thinwire train digits --help"),
         (["--network", "alexnet"], "got 'alexnet'; the recipe chooses the model: thinwire train --list"),
         (["--workers", "0"], "workers must be an integer, 1 or more, got 0"),
-        (["--workers", "two"], "workers"),
+        (["--workers", "two"], "--workers must be a whole number, got 'two'; see thinwire train digits --help"),
+        (["--clip-norm", "much"], "--clip-norm must be a number, got 'much'; see"),
+        (["--precision", "fp8"], "--precision must be one of 'fp32', 'bf16', 'fp16', got 'fp8'; see"),
+        (["--output"], "--output needs a value; see"),
         (["--wrokers", "2"], "did you mean '--workers'"),
         (["--epochs", "0"], "epochs must be an integer, 1 or more"),
         (["--output", "/proc/nowhere"], "/proc/nowhere"),
@@ -161,6 +166,8 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
         (["demo", "--workers", "1"], "workers must be an integer, 2 or more, got 1"),
+        (["keys", "token"], "keys token needs FOLDER (the folder that `thinwire keys new` made) and HOST:PORT (at"),
+        (["plan", "--core", "2"], "unknown option '--core'; did you mean '--cores'? See thinwire plan --help"),
         (["bench", "codec"], "did you mean 'codecs'"),
         (["bench", "codecs", "--codecs", "QSGD(bits=9)"], "from 1 to 8, got 9"),
     ],
@@ -202,6 +209,23 @@ HELP = [["--help"], ["train", "--list"], ["train", "digits", "--help"], ["bench"
 def test_help_comes_on_stdout(arguments, tmp_path):
     done = thinwire(*arguments, cwd=tmp_path)
     assert done.returncode == 0 and done.stderr == "" and len(done.stdout) > 40
+
+
+@pytest.mark.parametrize("command", ["train digits", "plan", "doctor", "watch", "keys new", "bench step", "consensus"])
+def test_help_shows_an_optional_value_as_any_other(command, capsys):
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    said = capsys.readouterr().out
+    assert "(default: None)" in said and "{None}" not in said
+
+
+def test_the_word_none_gives_an_optional_option_no_value():
+    given = RunConfig("digits", clip_norm=1.0, max_steps=5, name="first", credentials=Path("keys"))
+    options = ["--clip-norm", "None", "--max-steps", "None", "--name", "None", "--credentials", "None"]
+    assert parsed(RunConfig, options, "thinwire train digits", given) == RunConfig("digits")
+    options = ["--clip-norm", "2", "--max-steps", "7", "--name", "none", "--credentials", "others"]
+    changed = RunConfig("digits", clip_norm=2.0, max_steps=7, name="none", credentials=Path("others"))
+    assert parsed(RunConfig, options, "thinwire train digits", given) == changed
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")

@@ -47,8 +47,8 @@ def test_the_keys_of_two_machines_and_a_run_of_both(tmp_path):
 @pytest.mark.parametrize(
     ("command", "line"),
     [
-        ("keys new", "Missing from thinwire keys new: FOLDER"),
-        ("keys token first", "Missing from thinwire keys token: HOST:PORT"),
+        ("keys new", "thinwire keys new needs FOLDER ("),
+        ("keys token first", "thinwire keys token needs HOST:PORT ("),
         ("keys token first nowhere", "expected HOST:PORT, such as worker.example.org:29500, got 'nowhere'"),
         ("keys token second 127.0.0.1:0", "second has no authority-key.pem: the CA is in the folder"),
         ("keys join third thinwire.abc", "this is no join token, or a part of it is missing"),

@@ -23,6 +23,7 @@ def test_the_table_and_the_file_have_every_method(tmp_path, capsys):
     assert main([*SMALL, "--json", str(file)]) == 0
     printed, rows = capsys.readouterr().out, json.loads(file.read_text())
     assert "Predicted, not measured" in printed and "4 workers on 2 nodes" in printed
+    assert re.search(r" times +times *\n.* fp32 +bf16 .*\n.* speed +speed ", printed)
     steps = [row["step_seconds"] for row in rows]
     assert steps == sorted(steps) and min(steps) > 0
     for row in rows:

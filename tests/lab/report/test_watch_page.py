@@ -231,7 +231,7 @@ def test_what_is_not_there_is_said(serving, run, capsys, tmp_path):
     assert main(["watch", str(tmp_path / "none")]) == 2
     assert "holds no run: config.json is missing" in capsys.readouterr().err
     assert main(["watch", "--once"]) == 2
-    assert "Missing from thinwire watch: RUN Folder of the run, such as runs/digits" in capsys.readouterr().err
+    assert "thinwire watch needs RUN (folder of the run, such as runs/digits); see" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("place", ["nine", "99999", "1.2.3.4:"])

@@ -54,15 +54,18 @@ def print_table(
     console = Console()
     if not console.is_terminal:
         console = Console(width=120)  # a file or a pipe has no width
+    rows = list(lines)
+    longest = max((len(row[0]) for row in rows), default=0)
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
-    table.add_column(columns[0], overflow="fold", min_width=24)
+    # Where text can be broken over lines instead, names keep a third of the width.
+    table.add_column(columns[0], overflow="fold", min_width=min(longest, console.width // 3) if num_texts else 24)
     for left, column in zip(range(len(columns) - 1, 0, -1), columns[1:], strict=True):
         if left > num_texts:
             table.add_column(column, justify="right", no_wrap=True)
         else:
             table.add_column(column, overflow="fold")
-    for line in lines:
-        table.add_row(*line)
+    for row in rows:
+        table.add_row(*row)
     console.print(table)
 
 

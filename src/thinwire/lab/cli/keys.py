@@ -26,7 +26,7 @@ class NewKeys:
     """Make a folder with a run's certificate authority, and the keys of this machine."""
 
     folder: Annotated[str, shown_as("FOLDER")]
-    """Gets the keys; must be new."""
+    """A new folder for the keys."""
     run: str = "run"
     """Name of the run."""
     name: str | None = None
@@ -86,7 +86,7 @@ class JoinRun:
     """Make this machine's keys, and let the run's certificate authority sign them."""
 
     folder: Annotated[str, shown_as("FOLDER")]
-    """Gets the keys; must be new."""
+    """A new folder for the keys."""
     token: Annotated[str, shown_as("TOKEN")]
     """What `thinwire keys token` printed on the other machine; "-" reads it from stdin."""
     name: str | None = None

@@ -9,10 +9,24 @@ import re
 import sys
 from collections.abc import Iterator, Mapping
 from itertools import dropwhile, takewhile
-from typing import Any, get_type_hints
+from pathlib import Path
+from types import NoneType
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...suggestion import see, suggestion
 from .originals import written_here
+
+if TYPE_CHECKING:
+    from tyro.constructors import ConstructorRegistry, PrimitiveConstructorSpec, PrimitiveTypeInfo
+
+_WORDS = {
+    r"^Error parsing (--\S+): invalid literal for int\(\) with base 10: ": r"\1 must be a whole number, got ",
+    r"^Error parsing (--\S+): could not convert string to float: ": r"\1 must be a number, got ",
+    r"^Error parsing [A-Z]\w*: ": "",  # the message is that of the dataclass
+    r"^Missing value for argument '(.*?)'\. Expected 1 values": r"\1 needs a value",
+    r"^invalid choice (.*) for argument '(.*)'\. Expected one of \((.*?),?\)": r"\2 must be one of \3, got \1",
+}
+"""Patterns of tyro's messages, and what is said instead."""
 
 
 def show(table: Any) -> None:
@@ -72,16 +86,19 @@ def parsed(
 
     def parse(options: list[str]) -> tuple[Any, list[str]]:
         keywords = {} if default is None else {"default": default}
-        return tyro.cli(
-            kind,
-            args=options,
-            prog=program,
-            description=description,
-            return_unknown_args=True,
-            # The recipe decides the kinds of data, model and optimizer.
-            config=(tyro.conf.AvoidSubcommands, tyro.conf.PositionalRequiredArgs),
-            **keywords,
-        )
+        with _registry():
+            return tyro.cli(
+                kind,
+                args=options,
+                prog=program,
+                description=description,
+                return_unknown_args=True,
+                # The recipe decides the kinds of data, model and optimizer.
+                config=(tyro.conf.AvoidSubcommands, tyro.conf.PositionalRequiredArgs),
+                **keywords,
+            )
+
+    where = f"{program.partition(' [')[0]} --help"
 
     if {"-h", "--help"} & set(options):
         try:
@@ -94,13 +111,13 @@ def parsed(
         with contextlib.redirect_stderr(complaint), _wide_terminal():
             parsed, unknown = parse(options)
     except SystemExit:
-        raise ValueError(f"{_message(complaint.getvalue())}; see {program} --help") from None
+        raise ValueError(f"{_message(complaint.getvalue())}; see {where}") from None
     if unknown:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse(["--help"])
         known = sorted({*re.findall(r"--[\w.-]+", text.getvalue()), *others})
         near = written_here(unknown[0], originals or {}) or suggestion(unknown[0], known)
-        raise ValueError(see(f"unknown option {unknown[0]!r}{near}", f"{program} --help"))
+        raise ValueError(see(f"unknown option {unknown[0]!r}{near}", where))
     if parts:
         from ..overrides import overridden
 
@@ -143,10 +160,54 @@ def _wide_terminal() -> Iterator[None]:
         os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
 
 
+def _registry() -> ConstructorRegistry:
+    """Rules of tyro that show an optional value as any other: `--json PATH`, not `--json {None}|PATH`."""
+    from tyro.constructors import ConstructorRegistry
+
+    registry = ConstructorRegistry()
+    registry.primitive_rule(_optional)
+    return registry
+
+
+def _optional(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:
+    """How tyro reads and shows `int | None` and its like, where the word None gives None."""
+    from tyro.constructors import PrimitiveConstructorSpec
+
+    kinds = set(get_args(asked.type))
+    if NoneType not in kinds or len(kinds) != 2:
+        return None
+    (kind,) = kinds - {NoneType}
+    if kind not in (int, float, str, Path):
+        return None
+    return PrimitiveConstructorSpec(
+        nargs=1,
+        metavar=kind.__name__.upper(),
+        instance_from_str=lambda words: None if words == ["None"] else kind(words[0]),
+        is_instance=lambda value: value is None or isinstance(value, kind),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
 def _message(box: str) -> str:
     """The message in tyro's box, on one line, without title, frame and advice. ASCII terminals show no frame."""
     lines = (line.strip("│╭╮╰╯─ ") for line in re.sub(r"\x1b\[[\d;]*m", "", box).splitlines())
     title = next(lines, box)
     behind = dropwhile(lambda line: not line.strip("-"), lines)
-    message = " ".join(takewhile(lambda line: line.strip("-"), behind)) or title
-    return re.sub(r"^Error parsing [A-Z]\w*: ", "", message).removesuffix(" (required)").rstrip(".")
+    return _reworded(" ".join(takewhile(lambda line: line.strip("-"), behind)) or title)
+
+
+def _reworded(message: str) -> str:
+    """A message of tyro in the words of other errors.
+
+    Example:
+        >>> _reworded("Missing from thinwire sweep: FILE The TOML file, such as a.toml. (required)")
+        'thinwire sweep needs FILE (the TOML file, such as a.toml)'
+        >>> _reworded("Error parsing --workers: invalid literal for int() with base 10: 'x'")
+        "--workers must be a whole number, got 'x'"
+    """
+    if missing := re.match(r"Missing from (.*?): ", message):
+        words = re.findall(r"(\S+) (\w)(.*?)\.? \(required\)", message[missing.end() :])
+        return f"{missing[1]} needs {' and '.join(f'{name} ({begin.lower()}{rest})' for name, begin, rest in words)}"
+    for pattern, words in _WORDS.items():
+        message = re.sub(pattern, words, message)
+    return message.rstrip(".")

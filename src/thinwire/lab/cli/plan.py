@@ -181,7 +181,7 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
     print_table(
         f"{_decimal(numel / 1e6)} million parameters, {network.workers} workers{nodes}, {outer} between them, "
         f"{compute:.3g} s of computation",
-        ["method", "step,\ns", "MB\nout", "over\nfp32", "over\nbf16", "MB\nkept", "accuracy"],
+        ["method", "step,\ns", "MB\nout", "times\nfp32\nspeed", "times\nbf16\nspeed", "MB\nkept", "accuracy"],
         lines,
         f"Predicted, not measured; methods within 2 % of dense training first. {verdict(predictions)}",
         num_texts=1,

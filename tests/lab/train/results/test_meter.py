@@ -13,17 +13,25 @@ from thinwire.lab.train.results.meter import Meter
 from thinwire.lab.train.step.virtual import VirtualTime
 
 
-def test_a_row_goes_on_where_it_was_saved(monkeypatch):
-    """Ten examples in five seconds, a stop, an hour, and ten in five more: 2 examples a second."""
+def begin(encode: float) -> tuple[Meter, dict]:
+    """A meter, and the seconds of its strategy."""
+    handle = SimpleNamespace(
+        seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
+    )
+    data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
+    return Meter(data, handle, VirtualTime()), handle.seconds
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """The time of the meters, in seconds."""
     now = SimpleNamespace(time=100.0)
     monkeypatch.setattr(meter.time, "perf_counter", lambda: now.time)
+    return now
 
-    def begin(encode: float) -> tuple[Meter, dict]:
-        handle = SimpleNamespace(
-            seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
-        )
-        data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
-        return Meter(data, handle, VirtualTime()), handle.seconds
+
+def test_a_row_goes_on_where_it_was_saved(now):
+    """Ten examples in five seconds, a stop, an hour, and ten in five more: 2 examples a second."""
 
     def run(comm):
         first, seconds = begin(7.0)
@@ -46,3 +54,23 @@ def test_a_row_goes_on_where_it_was_saved(monkeypatch):
     assert row["examples_per_second"] == pytest.approx(2.0) and row["seconds"] == pytest.approx(10.0)
     assert row["sum"] == 2.0 and row["encode_seconds"] == pytest.approx(2.0) and later == pytest.approx(4.0)
     assert row["skipped_steps"] == 4, "two before the stop and two after it"
+
+
+def test_a_continued_row_also_has_what_the_row_before_it_has(now):
+    """Ten examples in five seconds, a row, and ten in fifteen more: one a second, and the row's values beside them."""
+
+    def run(comm):
+        own, seconds = begin(7.0)
+        rows = []
+        for took in (5, 15):
+            now.time += took
+            seconds["encode"] += 1.5
+            own.add(torch.zeros(10, 2), torch.zeros(10))
+            if rows:
+                own.continue_row()
+            rows.append(own.row(comm))
+        return rows
+
+    ((first, both),) = LocalWorld(1).run(run)
+    assert (first["sum"], first["encode_seconds"]) == (1.0, 1.5) and first["examples_per_second"] == pytest.approx(2.0)
+    assert (both["sum"], both["encode_seconds"]) == (2.0, 3.0) and both["examples_per_second"] == pytest.approx(1.0)

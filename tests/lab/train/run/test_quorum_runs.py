@@ -109,6 +109,15 @@ def test_progress_is_what_is_committed_and_a_run_goes_on_from_its_checkpoint(une
     assert next(v for v in after.values() if "num_steps" in v)["num_steps"] == saved["num_steps"] + unequal[2]
 
 
+def test_a_step_has_one_row_where_an_epoch_ends_with_less_than_a_step(unequal, blocks, tmp_path, monkeypatch):
+    """Of its 62 blocks, 60 make 20 steps of three workers; the row of step 20 begins before the last two are committed."""
+    rows = run(replace(CONFIG, batch_size=20, log_every=1), tmp_path / "run", monkeypatch)
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps)) and len(blocks) == 2 * 62
+    assert [row["step"] for row in rows if "test_accuracy" in row] == [20, 41]
+    assert all(row["examples_per_second"] > 0 for row in rows)
+
+
 def test_a_signal_stops_all_workers_at_the_same_commit(unequal, tmp_path, monkeypatch):
     """The agreement that `Interruption` reaches, without its signal."""
     calls = threading.local()

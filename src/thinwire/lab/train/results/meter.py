@@ -73,6 +73,7 @@ class Meter:
         own = {"dense_fp32_bytes": ledger.dense_fp32_bytes, "seconds": now - self._began}
         own |= self._all_virtual_seconds() | self._seconds_by_phase()
         seconds = now - self._row_began
+        self._last = self._row_began, self._phases, self._sums, self._num_examples
         self._start_row()
 
         def finish() -> dict[str, float]:
@@ -85,6 +86,12 @@ class Meter:
             return row | {"examples_per_second": totals[7].item() / seconds}
 
         return finish
+
+    def continue_row(self) -> None:
+        """Go on with the row that was begun last: the next one also has what that one has. All workers call it together."""
+        self._row_began, self._phases, sums, num_examples = self._last
+        self._sums += sums
+        self._num_examples += num_examples
 
     def state_dict(self) -> dict[str, Any]:
         """The part of a checkpoint: this worker's sums since the last row, and its ledger."""

@@ -305,10 +305,10 @@ class _Worker:
             if not (all_meet or state.done // self.config.log_every > before // self.config.log_every):
                 continue
             stop = interruption.requested(comm)
-            self._end_row()
             if stop or all_meet:
                 self._meet()
                 return stop
+            self._end_row()
             row = self._row_start()
             commits.row = row, self.meter.begin_row(comm), self._statistics()
         return None
@@ -317,7 +317,6 @@ class _Worker:
         """No block is left for this worker: merge the rounds of others until all meet. Returns the signal."""
         while (stop := self._after_rounds(interruption)) is None:
             if not cast(LocalUpdates, self.strategy).drain():  # blocks of this epoch were given back
-                self._end_row()
                 self._meet()
                 return 0
         return stop
@@ -329,22 +328,33 @@ class _Worker:
 
     def _end_row(self) -> None:
         """Write the row that was begun last, once all workers have reached it."""
+        if row := self._begun_row():
+            self._write_row(row)
+
+    def _begun_row(self) -> dict[str, Any]:
+        """The row that was begun last, once all workers have reached it; empty if there is none."""
         commits, _ = self._counted
         begun, commits.row = commits.row, None
-        if begun is not None:
-            start, sums, statistics = begun
-            self._write_row(start | sums() | statistics)
+        if begun is None:
+            return {}
+        start, sums, statistics = begun
+        return start | sums() | statistics
 
     def _meet(self) -> None:
         """Synchronize all workers, test at the end of an epoch, and save."""
         state, (commits, ahead), blocks = self.state, self._counted, self.blocks
         assert blocks is not None
+        begun = self._begun_row()
         cast(LocalUpdates, self.strategy).synchronize()
         while merged := commits.next(ahead):
             state.done = merged.done
         has_ended, is_last = blocks.epoch_has_ended(), state.done >= ahead.num_steps
         self.ahead = blocks.course(state.done, ahead.size)
         is_tested = is_last or (has_ended and round(blocks.passes) % self.config.evaluate_every == 0)
+        if begun and is_tested and begun["step"] == state.done:  # the last round has committed less than a step
+            self.meter.continue_row()  # so that the step has one row, with the test
+        elif begun:
+            self._write_row(begun)
         if is_tested or state.row.get("step") != state.done:
             self._row(is_tested, is_last)
         self._save_checkpoint()
