@@ -206,8 +206,8 @@ def _reworded(message: str) -> str:
         "--workers must be a whole number, got 'x'"
     """
     if missing := re.match(r"Missing from (.*?): ", message):
-        words = re.findall(r"(\S+) (\w)(.*?)\.? \(required\)", message[missing.end() :])
-        return f"{missing[1]} needs {' and '.join(f'{name} ({begin.lower()}{rest})' for name, begin, rest in words)}"
+        absent = re.findall(r"(\S+) (\w)(.*?)\.? \(required\)", message[missing.end() :])
+        return f"{missing[1]} needs {' and '.join(f'{name} ({begin.lower()}{rest})' for name, begin, rest in absent)}"
     for pattern, words in _WORDS.items():
         message = re.sub(pattern, words, message)
     return message.rstrip(".")
