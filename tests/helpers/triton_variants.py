@@ -72,6 +72,7 @@ class Variant:
         least_bytes: per element, the least to read and write: each input once, each output once.
         cached_bytes: per element, what the program reads a second time, then from the cache.
         loop_trips: how often the program runs its loop over elements, if it has one.
+        passes: how often it runs the longest of its other loops, as measured for random normal numbers.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Variant:
     least_bytes: float
     cached_bytes: float = 0.0
     loop_trips: int = 1
+    passes: int = 1
 
     @property
     def function(self) -> Any:
@@ -211,8 +213,8 @@ def _select() -> Iterator[Variant]:
     yield _launch("select.topk: digit", 3, BINS.value, 4, *topk, cached_bytes=8)
     yield _launch("select.topk: count", -3, COUNTED, 4, *topk)
     yield _launch("select.topk: write", -1, COUNTED, 12, *topk)
-    yield _launch("select.topk: rows of 4096", 0, 4096, 12, select.topk, [XS[0][:4096]], COUNTS)
-    yield _launch("select.topk: rows of 64", 0, 2048, 12, select.topk, [XS[0][:64]], COUNTS)
+    yield _launch("select.topk: rows of 4096", 0, 4096, 12, select.topk, [XS[0][:4096]], COUNTS, passes=6)
+    yield _launch("select.topk: rows of 64", 0, 2048, 12, select.topk, [XS[0][:64]], COUNTS, passes=11)
     yield _launch("select.above: count", 0, COUNTED, 4, select.above, XS, [1.0])
     yield _launch("select.above: write", 2, COUNTED, 12, select.above, XS, [1.0])
     yield _launch("select.largest", 0, COUNTED, 4, select.largest, XS)
