@@ -233,9 +233,11 @@ def _momentum() -> Iterator[Variant]:
 
 def _permutation() -> Iterator[Variant]:
     call = (permutation.random_indices, [0], COUNTS, [NUMEL], CPU)
-    yield _launch("permutation: mark", 0, permutation.TILE, 1, *call)
-    yield _launch("permutation: count", 1, permutation.MARKS_TILE, 1, *call)
-    yield _launch("permutation: write", 3, permutation.MARKS_TILE, 5, *call)  # as if everything were kept
+    # The passes are those of a tenth of 250 million elements: seven in a hundred numbers are followed again.
+    yield _launch("permutation: mark", 0, permutation.TILE, 4, *call, passes=5)
+    yield _launch("permutation: count", 1, permutation.MARKS_TILE, 1 / 8, *call)
+    # As if everything were kept.
+    yield _launch("permutation: write", 3, permutation.MARKS_TILE, 4 + 1 / 8, *call, loop_trips=32, passes=9)
 
 
 def _quantize() -> Iterator[Variant]:

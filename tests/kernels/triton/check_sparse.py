@@ -218,6 +218,14 @@ def test_random_indices(counts):
     assert_triton_agrees(compute)
 
 
+@pytest.mark.parametrize("numel", [31, 32, 33, 256, 257, 4096, 32769, 40_000])
+def test_random_indices_of_words_and_tiles(numel):
+    """Segments that end within a word of marks or with it; of a size above a power of two, most numbers fall outside."""
+    counts = [1, numel // 10, numel // 2, numel - 3, numel]
+    keys = kernels.random.keys_on([5, 2**63, 3, 2**64 - 1, 8], DEVICE)
+    assert_triton_agrees(lambda: [kernels.permutation.random_indices(keys, counts, [numel] * 5, DEVICE)])
+
+
 def test_finite():
     def compute():
         xs, counts = SMALL + LARGE, [2, 0, 3, 0, 1, 1]
