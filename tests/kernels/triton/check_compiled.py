@@ -48,13 +48,13 @@ def test_aligned_segments_are_read_and_written_sixteen_bytes_at_a_time(variant):
     assert re.search(r"\b(LDG|STG)\.E\.128\b", code.machine_code)
 
 
-MOST_INSTRUCTIONS = {  # per element; at first 243, 228, 480, 297, 50, 46, 81, 38, 34, 14
+MOST_INSTRUCTIONS = {  # per element; at first 243, 224, 480, 297, 50, 46, 81, 38, 34, 14
     "select.topk: first histogram, none": 80,
     "select.topk: rows of 4096": 85,
     "select.topk: rows of 64": 240,
     "permutation: mark": 135,
     "permutation: write": 8,
-    "scatter.total": 32,
+    "scatter.total": 55,  # 28 with Triton 3.7, 51 with 3.6
     "quantize.encode: 4 bits, buckets of 512, max, residual": 66,
     "quantize.decode_add: 4 bits, buckets of 512": 32,
     "sign.encode: whole segments, residual": 25,
