@@ -124,7 +124,8 @@ def instructions_per_element(variant: Variant, code: Compiled) -> float:
     """Machine instructions that a program's threads execute per element, on NVIDIA.
 
     The loop over elements counts as often as it runs: `variant.loop_trips` times, less where the assembler unrolled it. It
-    is the loop with the most loads of elements. All else, such as the search for the segment in the table, counts once.
+    is the loop with the most loads of elements. Of the loops without such loads the longest counts `variant.passes` times.
+    All else counts once: the search for the segment in the table, and what only some programs execute.
     """
     found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", code.machine_code)
     lines = [(int(at, 16), text) for at, text in found if not text.startswith(("NOP", f"BRA 0x{at.lstrip('0')} "))]
@@ -138,6 +139,7 @@ def instructions_per_element(variant: Variant, code: Compiled) -> float:
     count = len(lines)
     if num_loads and variant.loop_trips > 1:
         count += length * (max(1, variant.loop_trips * _loads_in_loops(code.text) // num_loads) - 1)
+    count += (variant.passes - 1) * max((length for loads, length in loops if not loads), default=0)
     num_threads: int = 32 * OPTIONS["num_warps"]
     return count * num_threads / variant.numel
 

@@ -72,6 +72,7 @@ class Variant:
         least_bytes: per element, the least to read and write: each input once, each output once.
         cached_bytes: per element, what the program reads a second time, then from the cache.
         loop_trips: how often the program runs its loop over elements, if it has one.
+        passes: how often it runs the longest of its other loops, as measured for random normal numbers.
     """
 
     name: str
@@ -81,6 +82,7 @@ class Variant:
     least_bytes: float
     cached_bytes: float = 0.0
     loop_trips: int = 1
+    passes: int = 1
 
     @property
     def function(self) -> Any:
@@ -201,8 +203,8 @@ def _select() -> Iterator[Variant]:
     topk = (select.topk, XS, COUNTS)
     feedback = (momentum.add_topk, XS, XS, XS, 1.0, COUNTS)
     yield _launch("scan", -2, SCAN_BLOCK, 2 * 8, *topk)  # a count of each kind is read and written
-    yield _launch("select.topk: bound", 0, SAMPLE, 4, *topk, loop_trips=31)
-    yield _launch("select.topk: bound, feedback", 0, SAMPLE, 8, *feedback, loop_trips=31)
+    yield _launch("select.topk: bound", 0, SAMPLE, 4, *topk, passes=31)
+    yield _launch("select.topk: bound, feedback", 0, SAMPLE, 8, *feedback, passes=31)
     yield _launch("select.topk: candidates, none", 1, COUNTED, 12, *topk)
     yield _launch("select.topk: candidates, feedback", 1, COUNTED, 20, *feedback)
     for kind, rule in RULES.items():
@@ -213,8 +215,8 @@ def _select() -> Iterator[Variant]:
     # All threads read the last histogram, and the numbers of a group's tiles.
     yield _launch("select.topk: count", -3, GROUP * WIDTH, 4 + 8 / WIDTH, *topk, cached_bytes=11)
     yield _launch("select.topk: write", -1, GROUP * WIDTH, 16, *topk, cached_bytes=16)
-    yield _launch("select.topk: rows of 4096", 0, 4096, 12, select.topk, [XS[0][:4096]], COUNTS)
-    yield _launch("select.topk: rows of 64", 0, 2048, 12, select.topk, [XS[0][:64]], COUNTS)
+    yield _launch("select.topk: rows of 4096", 0, 4096, 12, select.topk, [XS[0][:4096]], COUNTS, passes=6)
+    yield _launch("select.topk: rows of 64", 0, 2048, 12, select.topk, [XS[0][:64]], COUNTS, passes=11)
     yield _launch("select.above: count", 0, COUNTED, 4, select.above, XS, [1.0])
     yield _launch("select.above: write", 2, COUNTED, 12, select.above, XS, [1.0])
     yield _launch("select.largest", 0, COUNTED, 4, select.largest, XS)
@@ -233,9 +235,11 @@ def _momentum() -> Iterator[Variant]:
 
 def _permutation() -> Iterator[Variant]:
     call = (permutation.random_indices, [0], COUNTS, [NUMEL], CPU)
-    yield _launch("permutation: mark", 0, permutation.TILE, 1, *call)
-    yield _launch("permutation: count", 1, permutation.MARKS_TILE, 1, *call)
-    yield _launch("permutation: write", 3, permutation.MARKS_TILE, 5, *call)  # as if everything were kept
+    # The passes are those of a tenth of 250 million elements: seven in a hundred numbers are followed again.
+    yield _launch("permutation: mark", 0, permutation.TILE, 4, *call, passes=5)
+    yield _launch("permutation: count", 1, permutation.MARKS_TILE, 1 / 8, *call)
+    # As if everything were kept.
+    yield _launch("permutation: write", 3, permutation.MARKS_TILE, 4 + 1 / 8, *call, loop_trips=32, passes=9)
 
 
 def _quantize() -> Iterator[Variant]:

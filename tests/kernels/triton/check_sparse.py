@@ -90,6 +90,45 @@ def test_topk_in_chunks(chunk, count):
     assert_triton_agrees(lambda: [*kernels.select.topk_in_chunks(xs, chunk, count, last_counts)])
 
 
+def hard_rows(chunk: int) -> torch.Tensor:
+    """Rows of which some end the search for a threshold at once, and others need all of its passes."""
+    few, one, nan = (torch.zeros(chunk, device=DEVICE) for _ in range(3))
+    few[:: chunk // 5 + 1] = gaussian(len(few[:: chunk // 5 + 1]), seed=4)
+    one[chunk // 2] = -1e-45
+    nan[1::3], nan[2::3] = float("nan"), float("-inf")
+    nan[:: chunk // 4 + 1] = torch.full((1,), -1, dtype=torch.int32, device=DEVICE).view(
+        torch.float32
+    )  # all bits are 1
+    rows = [gaussian(chunk), ties(chunk), torch.full_like(few, -2.5), any_bits(chunk), nan, torch.zeros_like(few), few]
+    rows += [one, -nan.flip(0), gaussian(chunk, scale=1e-40), gaussian(chunk, seed=5).exp().bfloat16().float()]
+    # Elements that differ in their last bits only, and one that draws the first candidate away.
+    rows += [torch.arange(0x3F800000, 0x3F800000 + chunk, dtype=torch.int32, device=DEVICE).view(torch.float32)]
+    rows += [torch.cat([rows[-1][1:], torch.full((1,), 3e38, device=DEVICE)])]
+    return torch.cat([*rows, gaussian(max(1, chunk // 3), seed=6)])
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(64, 1), (64, 5), (64, 63), (64, 64), (64, 0), (24, 11), (50, 7)])
+def test_topk_of_hard_rows(chunk, count):
+    rows = hard_rows(chunk)
+    shifted = torch.cat([rows[:1], rows])[1:]  # begins at no multiple of 16 bytes
+    xs = [rows, shifted, rows[: 2 * chunk], rows[: 3 * chunk + 1], rows[:7]]
+    last_counts = [min(count, x.numel() % chunk) for x in xs]
+    assert_triton_agrees(lambda: [*kernels.select.topk_in_chunks(xs, chunk, count, last_counts)])
+
+
+@pytest.mark.parametrize(("chunk", "count"), [(4096, 64), (4096, 3000), (1000, 16)])
+def test_topk_of_hard_rows_of_whole_programs(chunk, count):
+    """`topk` has one row in each tile, and `topk_in_chunks` a tile for each row, or for two."""
+    x = hard_rows(chunk)
+    rows = [*x.split(chunk)]
+    counts = [min(count, row.numel()) for row in rows]
+
+    def compute():
+        return [*kernels.select.topk(rows, counts), *kernels.select.topk_in_chunks([x], chunk, count, counts[-1:])]
+
+    assert_triton_agrees(compute)
+
+
 def test_above_and_largest():
     xs = SMALL + LARGE[:1]
 
@@ -101,8 +140,7 @@ def test_above_and_largest():
 
 
 def test_scatter():
-    xs = SMALL + LARGE[:1]
-    counts = COUNTS[:5]
+    xs, counts = SMALL + LARGE, COUNTS
     indices, values = kernels.select.topk(xs, counts)
 
     def compute():
@@ -235,6 +273,14 @@ def test_random_indices(counts):
         return [kernels.permutation.random_indices(k, counts, numels, DEVICE) for k in (keys, on_device)]
 
     assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("numel", [31, 32, 33, 256, 257, 4096, 32769, 40_000])
+def test_random_indices_of_words_and_tiles(numel):
+    """Segments that end within a word of marks or with it; of a size above a power of two, most numbers fall outside."""
+    counts = [1, numel // 10, numel // 2, numel - 3, numel]
+    keys = kernels.random.keys_on([5, 2**63, 3, 2**64 - 1, 8], DEVICE)
+    assert_triton_agrees(lambda: [kernels.permutation.random_indices(keys, counts, [numel] * 5, DEVICE)])
 
 
 def test_finite():

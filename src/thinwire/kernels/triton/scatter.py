@@ -22,7 +22,9 @@ from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
 from .launch import kept, launch, pointers, starts, tiles_of
 
-TILE = 1024
+LANES = tl.constexpr(128)  # one for each thread
+ITEMS = 8  # that a thread sees to
+TILE = ITEMS * LANES.value
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
 
 
@@ -75,7 +77,7 @@ def _start(
     rows, num_tiles = _plan(device, tuple(numels_of(outs)), pointers(outs), tuple(counts))
     faults = faults_of(device)
     arguments = (rows, indices, values, faults, flag, len(outs), weight)
-    launch(_scatter, num_tiles, device, *arguments, ACTION=action, TILE=TILE)
+    launch(_scatter, num_tiles, device, *arguments, ACTION=action, ITEMS=ITEMS)
     raise_on_cpu(faults)
 
 
@@ -89,28 +91,32 @@ def _plan(
 
 
 @triton.jit(do_not_specialize=["num_segments"])
-def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: tl.constexpr, TILE: tl.constexpr):
-    """A tile is a run of kept elements of one segment."""
+def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: tl.constexpr, ITEMS: tl.constexpr):
+    """A tile is a run of kept elements of one segment. Each thread sees to its own, and none waits for others."""
     segment, tile = find_segment(rows, num_segments)
-    start = tile * TILE
+    start = tile * (ITEMS * LANES)
     out = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
-    numel = tl.load(rows + 2 * num_segments + segment)
-    left = tl.load(rows + 3 * num_segments + segment) - start
+    numel = tl.load(rows + 2 * num_segments + segment).to(tl.uint32)
+    left = tl.minimum(tl.load(rows + 3 * num_segments + segment) - start, ITEMS * LANES).to(tl.int32)
     at = tl.load(rows + 4 * num_segments + segment) + start
-    offset = tl.arange(0, TILE)
+    lane = tl.arange(0, LANES)
+    offset = tl.arange(0, ITEMS)[:, None] * LANES + lane[None, :]
     mask = offset < left
-    index = tl.load(indices + at + offset, mask=mask, other=0)
-    inside = mask & (index >= 0) & (index < numel)
-    if tl.sum((mask & ~inside).to(tl.int32)) > 0:
-        tl.atomic_add(faults + OUTSIDE, 1, sem="relaxed")
+    # As unsigned numbers, negative ones are large. A segment of which elements are kept has an element 0.
+    index = tl.load(indices + at + offset, mask=mask, other=0).to(tl.uint32, bitcast=True)
+    tl.atomic_add(faults + OUTSIDE + lane * 0, 1, mask=tl.max(index, axis=0) >= numel, sem="relaxed")
+    inside = mask & (index < numel)
+    values += at
+    # What is loaded behind a mask is used behind it only, so it needs no value elsewhere.
     if ACTION == "gather":
-        tl.store(values + at + offset, tl.load(out + index, mask=inside, other=0.0), mask=inside)
+        tl.store(values + offset, tl.load(out + index, mask=inside), mask=inside)
     elif ACTION == "clear":
-        tl.store(out + index, tl.zeros([TILE], tl.float32), mask=inside)
+        tl.store(out + index, tl.zeros([ITEMS, LANES], tl.float32), mask=inside)
     else:
-        value = tl.load(values + at + offset, mask=inside, other=0.0)
+        value = tl.load(values + offset, mask=inside)
         if ACTION == "add" or ACTION == "total":
-            value = tl.load(out + index, mask=inside, other=0.0) + value * weight
+            value = tl.load(out + index, mask=inside) + value * weight
         tl.store(out + index, value, mask=inside)
         if ACTION == "total":  # a sum that is once not finite stays so
-            tl.store(flag, 1, mask=tl.max(tl.where(inside, magnitude(value), 0)) >= 0x7F800000)
+            magnitudes = tl.max(tl.where(inside, magnitude(value), 0), axis=0)
+            tl.store(flag + lane * 0, 1, mask=magnitudes >= 0x7F800000)

@@ -6,6 +6,10 @@ by bit. Larger segments are selected by `histograms.py`.
 
 from __future__ import annotations
 
+from math import gcd, pi, sqrt
+from statistics import NormalDist
+from struct import pack, unpack
+
 import torch
 import triton
 import triton.language as tl
@@ -14,10 +18,10 @@ from torch import Tensor
 from .. import select as family
 from ..checks import numels_of
 from . import histograms
-from .device import find_segment, load_pointer, magnitude
+from .device import find_segment, load_pointer, load_size, magnitude
 from .fields import SCAN_BLOCK, scan
 from .histograms import TILE, offsets, ranks, tile_of
-from .launch import launch, pointers, starts, table, tiles_of
+from .launch import Launch, kept, launch, launch_each, plan_launches, pointers, starts, table, tiles_of
 
 MAX_ROW = 4096  # elements of a row that one program holds
 ROW_TILE = 2048  # elements of short rows that one program holds
@@ -98,50 +102,168 @@ def _select_in_rows(
     values: Tensor,
 ) -> None:
     """Select `counts[i]` of each whole chunk of segment i, and `last_counts[i]` of the shorter last one."""
+    launches, width, num_rows = _plan(
+        indices.device, chunk, tuple(counts), tuple(last_counts), tuple(at), tuple(numels_of(xs)), pointers(xs)
+    )
+    arguments = (indices, values, len(xs), chunk)
+    launch_each(_topk_of_rows, launches, indices.device, *arguments, WIDTH=width, ROWS=num_rows)
+
+
+@kept
+def _plan(
+    device: torch.device,
+    chunk: int,
+    counts: tuple[int, ...],
+    last_counts: tuple[int, ...],
+    at: tuple[int, ...],
+    numels: tuple[int, ...],
+    addresses: tuple[int, ...],
+) -> tuple[list[Launch], int, int]:
+    """The launches, the width of a row, and the rows of a tile."""
     width = max(8, 1 << (chunk - 1).bit_length())
     num_rows = max(1, ROW_TILE // width)
-    first_tile = starts(tiles_of(tiles_of(numels_of(xs), chunk), num_rows))
-    rows = table(indices.device, first_tile[:-1], pointers(xs), numels_of(xs), counts, last_counts, at)
-    arguments = (rows, indices, values, len(xs), chunk)
-    launch(_topk_of_rows, first_tile[-1], indices.device, *arguments, WIDTH=width, ROWS=num_rows)
+    factors = [_factor(count, chunk) for count in counts]
+    last_factors = [_factor(count, numel % chunk) for count, numel in zip(last_counts, numels, strict=True)]
+    rows = [addresses, numels, counts, last_counts, at, factors, last_factors]
+    num_tiles = tiles_of(tiles_of(numels, chunk), num_rows)
+    # What divides a segment's size and the chunk divides where each row begins and ends.
+    divisors = [gcd(numel, chunk) for numel in numels]
+    return plan_launches(device, rows, num_tiles, divisors, addresses), width, num_rows
+
+
+def _factor(count: int, numel: int) -> int:
+    """The bits of a float32: about how often a row's threshold contains the sum of its magnitudes.
+
+    For a normal distribution: its quantile over the mean magnitude, divided by the size. Others take some passes more.
+    """
+    if not 0 < count < numel:
+        return 0
+    factor = NormalDist().inv_cdf(1 - count / numel / 2) / sqrt(2 / pi) / numel
+    bits: int = unpack("i", pack("f", factor))[0]
+    return bits
 
 
 # ---- on the device ----
 
 
 @triton.jit(do_not_specialize=["num_segments", "chunk"])
-def _topk_of_rows(rows, indices, values, num_segments, chunk, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Each row of a tile is a chunk: find its threshold bit by bit, and write the selected elements in order."""
+def _topk_of_rows(
+    rows, indices, values, num_segments, chunk, VECTOR: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+):
+    """Each row of a tile is a chunk: find its threshold, and write the selected elements in order."""
     segment, tile = find_segment(rows, num_segments)
     first_row = tile * ROWS
-    numel = tl.load(rows + 2 * num_segments + segment)
-    start = (first_row + tl.arange(0, ROWS)) * chunk  # of each row
-    size = tl.minimum(tl.maximum(numel - start, 0), chunk).to(tl.int32)
+    first = first_row * chunk
+    row = tl.arange(0, ROWS)
+    start = row * chunk  # of each row, relative to the tile
+    if VECTOR > 1:
+        first = tl.multiple_of(first, 4)
+        start = tl.multiple_of(start, 4)
+    left = load_size(rows + 2 * num_segments + segment, VECTOR) - first
+    size = tl.minimum(tl.maximum(tl.minimum(left, ROWS * WIDTH).to(tl.int32) - start, 0), chunk)
+    if VECTOR > 1:
+        size = tl.multiple_of(size, 4)
+    column = tl.arange(0, WIDTH)[None, :]
+    x_ptr = load_pointer(rows + num_segments + segment, VECTOR) + first
+    x = tl.load(x_ptr + (start[:, None] + column), mask=column < size[:, None], other=0.0)
+    # Of the last row; none is kept of rows after it.
     whole = tl.load(rows + 3 * num_segments + segment).to(tl.int32)
     last = tl.load(rows + 4 * num_segments + segment).to(tl.int32)
     count = tl.where(size == chunk, whole, tl.where(size > 0, last, 0))
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = column < size[:, None]
-    x_ptr = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
-    x = tl.load(x_ptr + start[:, None] + column, mask=inside, other=0.0)
-    # No magnitude is as low as -1, so what lies outside is never kept.
-    bits = tl.where(inside, magnitude(x), -1)
+    factor = tl.load(rows + tl.where(size == chunk, 6, 7) * num_segments + segment).to(tl.int32)
+    bits, threshold = _selected(x, count, factor.to(tl.float32, bitcast=True), WIDTH)
 
-    threshold = tl.zeros([ROWS], tl.int32)
-    for i in range(31):  # a magnitude has no sign bit
-        higher = threshold | (1 << (30 - i))
-        reach = tl.sum((bits >= higher[:, None]).to(tl.int32), axis=1)
-        threshold = tl.where(reach >= count, higher, threshold)
-    larger = (bits > threshold[:, None]).to(tl.int32)
-    equal = (bits == threshold[:, None]).to(tl.int32)
-    num_ties = (count - tl.sum(larger, axis=1))[:, None]
-    kept = larger | (equal & (tl.cumsum(equal, axis=1) - equal < num_ties).to(tl.int32))
-    place = tl.cumsum(kept, axis=1) - kept
-    # All rows of a segment but the last are whole.
-    row_at = tl.load(rows + 5 * num_segments + segment) + (first_row + tl.arange(0, ROWS)) * whole
-    place = row_at[:, None] + place
-    tl.store(indices + place, (start[:, None] + column).to(tl.int32), mask=kept > 0)
-    tl.store(values + place, x, mask=kept > 0)
+    # All rows of a segment but the last are whole. A kept element counts itself, so its place is one less.
+    at = tl.load(rows + 5 * num_segments + segment) + first_row * whole - 1
+    kept = bits >= threshold[:, None]
+    place = (row * whole)[:, None] + tl.cumsum(kept.to(tl.int32), axis=1)
+    if VECTOR > 1:
+        # A thread has four elements next to each other. It stores one of them at a time, without an exchange with others.
+        parts = (_quarters(place, ROWS, WIDTH), _quarters(x, ROWS, WIDTH), _quarters(bits, ROWS, WIDTH))
+        for i in tl.static_range(4):
+            index = first.to(tl.int32) + (start[:, None] + (4 * tl.arange(0, WIDTH // 4) + i)[None, :])
+            _store(indices + at, values + at, parts[0][i], index, parts[1][i], parts[2][i] >= threshold[:, None])
+    else:
+        _store(indices + at, values + at, place, first.to(tl.int32) + (start[:, None] + column), x, kept)
+
+
+@triton.jit
+def _store(indices, values, place, index, x, kept):
+    tl.store(indices + place, index, mask=kept)
+    tl.store(values + place, x, mask=kept)
+
+
+@triton.jit
+def _quarters(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """Of each four columns next to each other the first, the second, the third and the fourth; (ROWS, WIDTH // 4) each."""
+    even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 4, 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _log2(numbers):
+    """Nearly the logarithm of positive numbers (int32), as int32 in units of 2^-23: linear between powers of two."""
+    return numbers.to(tl.float32).to(tl.int32, bitcast=True)
+
+
+@triton.jit
+def _selected(x, count, factor, WIDTH: tl.constexpr):
+    """The bits of magnitudes, and for each row a threshold that those of the `count` selected elements reach.
+
+    The bits of ties that are not selected are -1. Where a row ends before `WIDTH`, zeros follow, which lose all ties.
+
+    The threshold lies above `low` and not above `high`: at least `count` elements are above `low`, and fewer above `high`.
+    Each pass counts the elements above a candidate between them. If `count` are, the search ends: any threshold that
+    selects as many selects the same. If elements tie, it ends where `high` follows `low`.
+
+    The first candidate is a factor times the sum of magnitudes, see `_factor`. The next lie where a line between the
+    logarithms of both numbers of elements crosses that of `count`; an end that stays twice gets half the weight ("Illinois",
+    a variant of regula falsi). After 16 passes the interval is halved, so there are 48 passes at most. Candidates decide
+    how long the search takes, not what it finds, so it does not matter how they are rounded.
+    """
+    bits = magnitude(x)
+    low = tl.full(count.shape, -1, tl.int32)
+    high = tl.max(bits, axis=1)
+    surplus = WIDTH - count  # how many more than `count` are above `low`
+    wanted = _log2(2 * count + 1)  # of twice as many and one, because there may be none
+    low_log = _log2(tl.full(count.shape, 2 * WIDTH + 1, tl.int32)) - wanted
+    high_log = _log2(tl.full(count.shape, 1, tl.int32)) - wanted
+    candidate = (tl.sum(tl.abs(x), axis=1) * factor).to(tl.int32, bitcast=True)
+    moved = tl.zeros(count.shape, tl.int32)  # 1 after `low` has moved, -1 after `high` has
+    num_passes = 0
+    # A difference that exceeds an int32 wraps around, and is not 1.
+    while tl.max((high - low != 1).to(tl.int32), axis=0) > 0:
+        candidate = tl.minimum(tl.maximum(candidate, low + 1), high - 1)
+        # The sign of a difference: fewer instructions than a comparison whose result is added up.
+        signs = (candidate[:, None] - bits).to(tl.uint32, bitcast=True) >> 31
+        above = tl.sum(signs.to(tl.int32, bitcast=True), axis=1)
+        log = _log2(2 * above + 1) - wanted
+        is_low = above >= count
+        low_log = tl.where(is_low, log, tl.where(moved < 0, low_log >> 1, low_log))
+        high_log = tl.where(is_low, tl.where(moved > 0, high_log >> 1, high_log), log)
+        moved = tl.where(is_low, 1, -1)
+        surplus = tl.where(is_low, above - count, surplus)
+        low = tl.where(is_low, candidate, low)
+        high = tl.where(is_low, tl.where(above == count, candidate + 1, high), candidate)
+        num_passes += 1
+        part = low_log.to(tl.float32) * _inverse((low_log - high_log).to(tl.float32))
+        width = (high - low).to(tl.uint32, bitcast=True).to(tl.float32)
+        candidate = low + (width * tl.where(num_passes < 16, part, 0.5)).to(tl.int32)
+
+    if tl.max(surplus, axis=0) > 0:  # of the elements equal to the threshold, the last are too many
+        equal = (bits == high[:, None]).to(tl.int32)
+        num_ties = tl.sum(equal, axis=1) - surplus
+        bits = tl.where((equal > 0) & (tl.cumsum(equal, axis=1) > num_ties[:, None]), -1, bits)
+    return bits, high
+
+
+@triton.jit
+def _inverse(x):
+    """Nearly 1 / x of a positive number, and not more: an estimate from its bits, and a step of Newton's method."""
+    inverse = (0x7EF311C7 - x.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return inverse * (2.0 - x * inverse)
 
 
 @triton.jit
