@@ -172,8 +172,10 @@ def _find_tile(
     if SIZE == BUCKET:
         index = first + first_row + row
         exists = row * SIZE < numel
-    elif BUCKET == WHOLE or BUCKET % SIZE == 0:  # the tile is one row
-        index = first + start.to(tl.uint32) // BUCKET + row
+    elif BUCKET == WHOLE or BUCKET % SIZE == 0:
+        index = first + row  # the tile is one row of one bucket
+        if BUCKET != WHOLE:
+            index += start.to(tl.uint32) // BUCKET
         exists = row * SIZE < numel
     else:
         # A segment has less than 2^31 elements, so that 32 bits are enough to divide.
