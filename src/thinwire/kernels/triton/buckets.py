@@ -172,11 +172,12 @@ def _find_tile(
     if SIZE == BUCKET:
         index = first + first_row + row
         exists = row * SIZE < numel
-    elif BUCKET == WHOLE or BUCKET % SIZE == 0:
-        index = first + row  # the tile is one row of one bucket
+    elif BUCKET == WHOLE or BUCKET % (ROWS * SIZE) == 0:
+        # All rows are of one bucket.
+        index = first + tl.zeros([1, 1, 1], tl.int64)
         if BUCKET != WHOLE:
             index += start.to(tl.uint32) // BUCKET
-        exists = row * SIZE < numel
+        exists = index >= 0
     else:
         # A segment has less than 2^31 elements, so that 32 bits are enough to divide.
         index = first + ((start.to(tl.uint32) + offset.to(tl.uint32)) // BUCKET).to(tl.int64)
@@ -262,6 +263,10 @@ def _encode(
     address = payload + _first_code(rows, num_segments, segment, start, BITS)
     nbytes = _bytes_of(numel, BITS, VECTOR)
     WORDS: tl.constexpr = ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0
+    if WORDS and BITS >= 4:
+        # Wider stores than the codes of a thread's four elements would move codes between threads. This is said where the
+        # address is made: of a parameter, the compiler would forget it.
+        address = tl.multiple_of(address, 4 if BITS >= 8 else 2)
     # Zeros, because the bits after a segment's last code must be zero.
     store_codes(address, tl.where(inside, codes, 0), nbytes, WORDS, BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:

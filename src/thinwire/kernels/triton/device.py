@@ -130,7 +130,7 @@ def tile_offsets(
     row = tl.arange(0, ROWS)[None, :, None]
     group = tl.arange(0, CHUNK // EVERY)[None, None, :]
     # `row >= 0` is always true: it gives the mask all dimensions.
-    inside = (chunk * CHUNK + group * EVERY < SIZE) & (row >= 0)
+    inside = (chunk * (CHUNK // EVERY) + group < SIZE // EVERY) & (row >= 0)
     # Without a division the compiler sees which addresses are neighbours.
     group = group * (EVERY * BITS // 8) if EVERY * BITS % 8 == 0 else group * (EVERY * BITS) // 8
     return row * (SIZE * BITS // 8) + (chunk * (CHUNK * BITS // 8) + group), inside
@@ -161,8 +161,6 @@ def store_codes(
         nbytes: bytes from there to the end of the segment's codes.
         WORDS: whether the address and `nbytes` are multiples of 4.
     """
-    if WORDS:
-        address = tl.multiple_of(address, 4)
     PER: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 1 if BITS == 16 else 8  # codes that fill whole bytes
     offset, inside = tile_offsets(SIZE, WIDTH, ROWS, PER, BITS)
     if 8 % BITS == 0:
