@@ -19,7 +19,9 @@ from ..flags import Flag
 from ..random import keys_on
 from .block_sums import store_scales
 from .device import (
+    by_row,
     find_segment,
+    flat,
     load_codes,
     load_floats,
     load_pointer,
@@ -186,8 +188,16 @@ def _find_tile(
 
 
 @triton.jit
-def _load_numbers(payload, index, exists, NUMBERS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The numbers of buckets: two, one twice, or ones."""
+def _load_numbers(
+    payload,
+    index,
+    exists,
+    NUMBERS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The numbers of buckets: two, one twice, or ones; they broadcast to the shape of `by_row`."""
     if NUMBERS == 0:
         first = tl.full([1, 1, 1], 1.0, tl.float32)
     else:
@@ -196,6 +206,9 @@ def _load_numbers(payload, index, exists, NUMBERS: tl.constexpr, ALIGNED: tl.con
         second = load_floats(payload, 2 * index + 1, exists, ALIGNED)
     else:
         second = first
+    if NUMBERS > 0 and index.numel == ROWS * WIDTH:
+        first = by_row(first, WIDTH, ROWS)
+        second = by_row(second, WIDTH, ROWS)
     return first, second
 
 
@@ -243,9 +256,9 @@ def _encode(
     """Find or load the numbers of buckets, round, pack, and write the residual in one pass."""
     tile = _find_tile(rows, num_segments, BUCKET, VECTOR, SIZE, WIDTH, ROWS)
     segment, start, pointer, numel, offset, inside, index, exists = tile
-    x = tl.load(pointer + offset, mask=inside, other=0.0)
+    x = by_row(tl.load(pointer + offset, mask=inside, other=0.0), WIDTH, ROWS)
     if NORM == "":
-        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED, WIDTH, ROWS)
     else:
         if NORM == "l2":
             scale = scale_of_sums(sums_of_squares(pointer, numel, SIZE, WIDTH, ROWS), LEAST, MOST)
@@ -257,9 +270,9 @@ def _encode(
     if key_table is None:
         u = tl.zeros([1, 1, 1], tl.float32)
     else:
-        u = uniform(tl.load(key_table + segment), position_of(start, offset))
+        u = by_row(uniform(tl.load(key_table + segment), position_of(start, offset)), WIDTH, ROWS)
     codes, values = RULE(x, first, second, u, level_table, PARAMETERS)
-    lost = x - values
+    lost = flat(x - values, WIDTH, ROWS)
     address = payload + _first_code(rows, num_segments, segment, start, BITS)
     nbytes = _bytes_of(numel, BITS, VECTOR)
     WORDS: tl.constexpr = ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0
@@ -268,7 +281,8 @@ def _encode(
         # address is made: of a parameter, the compiler would forget it.
         address = tl.multiple_of(address, 4 if BITS >= 8 else 2)
     # Zeros, because the bits after a segment's last code must be zero.
-    store_codes(address, tl.where(inside, codes, 0), nbytes, WORDS, BITS, SIZE, WIDTH, ROWS)
+    codes = tl.where(inside, flat(codes, WIDTH, ROWS), 0)
+    store_codes(address, codes, nbytes, WORDS, BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:
         store_residual(rows, num_segments, segment, start + offset, inside, lost, VECTOR)
 
@@ -306,7 +320,7 @@ def _decode(
         total = negated(total)  # -0 + x is x; 0 + -0 would lose the sign
     for i in range(1 if ADD else num_payloads):
         payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        codes = load_codes(payload + first_byte, nbytes, WORDS, BITS, SIZE, WIDTH, ROWS)
-        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
-        total += RULE(codes, first, second, weight, level_table, PARAMETERS)
+        codes = by_row(load_codes(payload + first_byte, nbytes, WORDS, BITS, SIZE, WIDTH, ROWS), WIDTH, ROWS)
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED, WIDTH, ROWS)
+        total += flat(RULE(codes, first, second, weight, level_table, PARAMETERS), WIDTH, ROWS)
     store_total(pointer + offset, inside, total, flag, ADD)

@@ -117,23 +117,41 @@ def store_floats(address, index, values, mask, ALIGNED: tl.constexpr):
             tl.store(address + 4 * index.to(tl.int64) + i, ((bits >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
 
 
+CHUNK = tl.constexpr(128)  # elements of a row that a warp loads at once, four in each thread
+
+
 @triton.jit
 def tile_offsets(
     SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EVERY: tl.constexpr = 1, BITS: tl.constexpr = 8
 ):
-    """Where every `EVERY`-th element of a tile lies, relative to the first, and whether it is one; in the shape of a tile.
+    """Where every `EVERY`-th element of a tile lies, relative to the first, and whether it is one; one-dimensional.
 
-    The unit is eight bits, of `BITS` for each element; by default, an element.
+    First come the first chunks of all rows, then the second ones, so that a warp has few rows. The unit is eight bits, of
+    `BITS` for each element; by default, an element.
     """
-    CHUNK: tl.constexpr = 128 if WIDTH > 128 else WIDTH
-    chunk = tl.arange(0, WIDTH // CHUNK)[:, None, None]
-    row = tl.arange(0, ROWS)[None, :, None]
-    group = tl.arange(0, CHUNK // EVERY)[None, None, :]
-    # `row >= 0` is always true: it gives the mask all dimensions.
-    inside = (chunk * (CHUNK // EVERY) + group < SIZE // EVERY) & (row >= 0)
+    LENGTH: tl.constexpr = CHUNK if WIDTH > CHUNK else WIDTH
+    item = tl.arange(0, ROWS * WIDTH // EVERY)
+    line = item // (LENGTH // EVERY)
+    row = line % ROWS
+    chunk = line // ROWS
+    group = item % (LENGTH // EVERY)
+    inside = chunk * (LENGTH // EVERY) + group < SIZE // EVERY
     # Without a division the compiler sees which addresses are neighbours.
     group = group * (EVERY * BITS // 8) if EVERY * BITS % 8 == 0 else group * (EVERY * BITS) // 8
-    return row * (SIZE * BITS // 8) + (chunk * (CHUNK * BITS // 8) + group), inside
+    return row * (SIZE * BITS // 8) + (chunk * (LENGTH * BITS // 8) + group), inside
+
+
+@triton.jit
+def by_row(x, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Elements of a tile in the shape (chunks, ROWS, elements of a chunk), so that (1, ROWS, 1) broadcasts."""
+    LENGTH: tl.constexpr = CHUNK if WIDTH > CHUNK else WIDTH
+    return tl.reshape(x, (WIDTH // LENGTH, ROWS, LENGTH))
+
+
+@triton.jit
+def flat(x, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Undo `by_row`."""
+    return tl.reshape(x, (ROWS * WIDTH,))
 
 
 @triton.jit
@@ -157,16 +175,15 @@ def store_codes(
 
     Args:
         address: of the tile's first byte.
-        codes: in the shape of a tile.
+        codes: in the order of `tile_offsets`.
         nbytes: bytes from there to the end of the segment's codes.
         WORDS: whether the address and `nbytes` are multiples of 4.
     """
     PER: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 1 if BITS == 16 else 8  # codes that fill whole bytes
     offset, inside = tile_offsets(SIZE, WIDTH, ROWS, PER, BITS)
     if 8 % BITS == 0:
-        groups = tl.reshape(codes, (offset.shape[0], ROWS, offset.shape[2], PER))
         shifts = tl.arange(0, PER) * BITS
-        packed = tl.sum(groups << shifts[None, None, None, :], axis=3)
+        packed = tl.sum(tl.reshape(codes, (ROWS * WIDTH // PER, PER)) << shifts[None, :], axis=1)
         tl.store(address + offset, packed.to(tl.uint8), mask=inside & (offset < nbytes))
     elif BITS == 16:
         mask = inside & (offset < nbytes)
@@ -178,9 +195,9 @@ def store_codes(
             tl.store(address + offset + 1, (codes >> 8).to(tl.uint8), mask=mask)
     else:
         # Eight codes fill BITS bytes, which one or two 64-bit words hold.
-        groups = tl.reshape(codes, (offset.shape[0], ROWS, offset.shape[2], 8)).to(tl.uint64)
-        shifts = (tl.arange(0, 8) * BITS)[None, None, None, :].to(tl.uint64)
-        byte = tl.arange(0, 8)[None, None, None, :]
+        groups = tl.reshape(codes, (ROWS * WIDTH // 8, 8)).to(tl.uint64)
+        shifts = (tl.arange(0, 8) * BITS)[None, :].to(tl.uint64)
+        byte = tl.arange(0, 8)[None, :]
         for word in tl.static_range((BITS + 7) // 8):
             if word == 0:
                 # A shift by 64 or more is undefined, so `& 63` bounds it where `where` drops the result.
@@ -190,10 +207,10 @@ def store_codes(
                 split = (shifts < 64) & (shifts + BITS > 64)
                 parts = whole | tl.where(split, groups >> ((64 - shifts) & 63), 0)
             # The fields do not overlap, so that their sum joins them.
-            packed = tl.sum(parts, axis=3)[:, :, :, None] >> (8 * byte).to(tl.uint64)
+            packed = tl.sum(parts, axis=1)[:, None] >> (8 * byte).to(tl.uint64)
             at = byte + 8 * word
-            place = offset[:, :, :, None] + at
-            mask = inside[:, :, :, None] & (at < BITS) & (place < nbytes)
+            place = offset[:, None] + at
+            mask = inside[:, None] & (at < BITS) & (place < nbytes)
             tl.store(address + place, (packed & 0xFF).to(tl.uint8), mask=mask)
 
 
@@ -207,7 +224,7 @@ def load_codes(
     WIDTH: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """Undo `store_codes`: int32 in the shape of a tile, 0 where there is no byte.
+    """Undo `store_codes`: int32 in the order of `tile_offsets`, 0 where there is no byte.
 
     A thread loads the codes of its neighbouring elements in one word, so that no codes move between threads.
     """
@@ -223,11 +240,11 @@ def load_codes(
         part = tl.load((address + offset + i).to(tl.pointer_type(TYPE)), mask=offset + i < nbytes, other=0)
         word = word | (part.to(word.dtype) << (8 * i))
     if STEP < 8:
-        first_bit = tl.arange(0, offset.shape[2]) * (4 * BITS) % 8
-        word = word >> first_bit[None, None, :].to(word.dtype)
+        first_bit = tl.arange(0, ROWS * WIDTH // 4) * (4 * BITS) % 8
+        word = word >> first_bit.to(word.dtype)
     even = tl.join(_field(word, 0, BITS), _field(word, 2, BITS))
     odd = tl.join(_field(word, 1, BITS), _field(word, 3, BITS))
-    return tl.reshape(tl.join(even, odd), (offset.shape[0], ROWS, offset.shape[2] * 4))
+    return tl.reshape(tl.join(even, odd), (ROWS * WIDTH,))
 
 
 @triton.jit
