@@ -22,6 +22,7 @@ TARGETS = {
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+_THREADS: int = 32 * OPTIONS["num_warps"]
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"  # comes with Triton
 
 
@@ -88,7 +89,6 @@ def bytes_per_element(variant: Variant, ptx: str) -> tuple[float, float]:
     number come from tables, and all threads read the same one: they do not count. Of loads by one thread from one address,
     which the assembler merges, the first counts.
     """
-    num_threads = 32 * OPTIONS["num_warps"]
     loaded = stored = 0.0
     lines = ptx.splitlines()
     in_loop = _lines_in_loops(lines)
@@ -101,7 +101,7 @@ def bytes_per_element(variant: Variant, ptx: str) -> tuple[float, float]:
         if access[1] == "ld" and address in seen:
             continue
         seen.add(address)
-        nbytes = int(access[2] or 1) * int(access[3]) // 8 * num_threads * (variant.loop_trips if in_loop[i] else 1)
+        nbytes = int(access[2] or 1) * int(access[3]) // 8 * _THREADS * (variant.loop_trips if in_loop[i] else 1)
         if access[1] == "ld":
             loaded += nbytes
         else:
@@ -127,21 +127,43 @@ def instructions_per_element(variant: Variant, code: Compiled) -> float:
     is the loop with the most loads of elements. Of the loops without such loads the longest counts `variant.passes` times.
     All else counts once: the search for the segment in the table, and what only some programs execute.
     """
-    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", code.machine_code)
-    lines = [(int(at, 16), text) for at, text in found if not text.startswith(("NOP", f"BRA 0x{at.lstrip('0')} "))]
+    count, loop = len(_machine_lines(code)), element_loop(code)
+    num_loads = _num_loads(loop)
+    if num_loads and variant.loop_trips > 1:
+        count += len(loop) * (max(1, variant.loop_trips * _loads_in_loops(code.text) // num_loads) - 1)
+    count += (variant.passes - 1) * max((len(each) for each in _loops(code) if not _num_loads(each)), default=0)
+    return count * _THREADS / variant.numel
+
+
+def instructions_of_a_trip(variant: Variant, code: Compiled) -> float:
+    """Machine instructions per element of each run of the loop over elements: in a decoder, those of a further payload."""
+    return len(element_loop(code)) * _THREADS / variant.numel
+
+
+def element_loop(code: Compiled) -> list[str]:
+    """The instructions of the loop that has the most loads of elements; nothing if there is no loop."""
+    return max(_loops(code), key=lambda loop: (_num_loads(loop), len(loop)), default=[])
+
+
+def _loops(code: Compiled) -> list[list[str]]:
+    lines = _machine_lines(code)
     loops = []
     for at, text in lines:
         jump = re.search(r"\bBRA\S* (?:\S+, )?0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < at:
-            body = [inner for i, inner in lines if int(jump[1], 16) <= i <= at]
-            loops.append((sum(bool(re.search(r"\bLDG\.E(?!\.64)", inner)) for inner in body), len(body)))
-    num_loads, length = max(loops, default=(0, 0))
-    count = len(lines)
-    if num_loads and variant.loop_trips > 1:
-        count += length * (max(1, variant.loop_trips * _loads_in_loops(code.text) // num_loads) - 1)
-    count += (variant.passes - 1) * max((length for loads, length in loops if not loads), default=0)
-    num_threads: int = 32 * OPTIONS["num_warps"]
-    return count * num_threads / variant.numel
+            loops.append([inner for i, inner in lines if int(jump[1], 16) <= i <= at])
+    return loops
+
+
+def _machine_lines(code: Compiled) -> list[tuple[int, str]]:
+    """Addresses and texts of the machine instructions, without the padding at the end."""
+    found = re.findall(r"/\*([0-9a-f]{4,})\*/ +([^;]*);", code.machine_code)
+    return [(int(at, 16), text) for at, text in found if not text.startswith(("NOP", f"BRA 0x{at.lstrip('0')} "))]
+
+
+def _num_loads(lines: list[str]) -> int:
+    """Loads of elements: those of one 64-bit number come from tables."""
+    return sum(bool(re.search(r"\bLDG\.E(?!\.64)", line)) for line in lines)
 
 
 def _loads_in_loops(ptx: str) -> int:

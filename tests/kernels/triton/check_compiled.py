@@ -11,7 +11,9 @@ from helpers.triton_code import (
     TARGETS,
     bytes_per_element,
     compile_variant,
+    element_loop,
     inexact_instructions,
+    instructions_of_a_trip,
     instructions_per_element,
 )
 from helpers.triton_variants import VARIANTS
@@ -50,15 +52,16 @@ def test_aligned_segments_are_read_and_written_sixteen_bytes_at_a_time(variant):
     assert re.search(r"\b(LDG|STG)\.E\.128\b", code.machine_code)
 
 
-MOST_INSTRUCTIONS = {  # per element; at first 350 in all, 224, 480, 297, 50, 46, 81, 38, 34, 14
+MOST_INSTRUCTIONS = {  # per element; at first 350 in all, 224, 480, 297, 50, 46, 81, 38, 47, 34, 14
     "select.topk: candidates, none": 50,
     "select.topk: rows of 4096": 85,
     "select.topk: rows of 64": 240,
     "permutation: mark": 135,
     "permutation: write": 8,
     "scatter.total": 55,  # 28 with Triton 3.7, 51 with 3.6
-    "quantize.encode: 4 bits, buckets of 512, max, residual": 66,
-    "quantize.decode_add: 4 bits, buckets of 512": 32,
+    "quantize.encode: 4 bits, buckets of 512, max, residual": 58,
+    "quantize.decode_add: 4 bits, buckets of 512": 23,
+    "quantize.decode_sum, one payload: 4 bits, buckets of 512": 33,
     "sign.encode: whole segments, residual": 25,
     "block_sums: magnitudes": 9,
 }
@@ -69,6 +72,24 @@ def test_instructions_of_an_element(name):
     (variant,) = (v for v in VARIANTS if v.name == name)
     count = instructions_per_element(variant, compile_variant(variant, "sm_90"))
     assert 1 < count <= MOST_INSTRUCTIONS[name]
+
+
+MOST_INSTRUCTIONS_OF_A_PAYLOAD = {  # per element; when codes moved between threads: 17.9, 12.4, 31.5, 10.4, 12.5, 5.6
+    "quantize.decode_sum, one payload: 4 bits, buckets of 512": 9,
+    "quantize.decode_sum, one payload: 8 bits, buckets of 512": 9,
+    "quantize.decode_sum, one payload: 3 bits, buckets of 1000": 12,
+    "levels.decode_sum, one payload: 16 levels, buckets of 512": 9.5,
+    "cast.decode_sum, one payload: float16": 12,
+    "sign.decode_sum, one payload: whole segments": 6.5,
+}
+
+
+@pytest.mark.parametrize("name", MOST_INSTRUCTIONS_OF_A_PAYLOAD)
+def test_a_further_payload_costs_few_instructions_and_no_barrier(name):
+    (variant,) = (v for v in VARIANTS if v.name == name)
+    code = compile_variant(variant, "sm_90")
+    assert 1 < instructions_of_a_trip(variant, code) <= MOST_INSTRUCTIONS_OF_A_PAYLOAD[name]
+    assert not any("BAR" in line for line in element_loop(code))
 
 
 @pytest.mark.parametrize("target", [target for target in TARGETS if target != "sm_90"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.backends import clones
-from helpers.on_triton import DEVICE, assert_triton_agrees, hard_segments, payload_of
+from helpers.on_triton import DEVICE, assert_triton_agrees, gaussian, hard_segments, payload_of
 
 from thinwire import kernels
 from thinwire.kernels.quantize import Quantizer, Quantizers
@@ -30,6 +30,33 @@ def test_quantize(case):
         kernels.quantize.decode_add(payload, outs, -1 / 3, quantizer)
         finite = kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizer)
         return [payload, *residuals, *outs, *sums, finite]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("bits", range(1, 17))
+def test_codes_of_all_bits(bits):
+    """Codes that begin at whole words, those of the second segment in the midst of a tile, and codes that do not."""
+    quantizer = Quantizer(bits, 2**bits - 1, 1000)
+    xs = [gaussian(2304), gaussian(1408, seed=1), gaussian(77, seed=2), gaussian(384, seed=3)]
+
+    def compute():
+        payload, outs, sums = payload_of(quantizer.nbytes([x.numel() for x in xs])), clones(xs), clones(xs)
+        kernels.quantize.encode(xs, payload, list(range(len(xs))), quantizer)
+        kernels.quantize.decode_add(payload, outs, -1 / 3, quantizer)
+        return [payload, *outs, kernels.quantize.decode_sum([payload, payload], sums, 0.3, quantizer), *sums]
+
+    assert_triton_agrees(compute)
+
+
+@pytest.mark.parametrize("bucket_size", [10240, 10248])  # each tile has one scale, or each element loads its own
+def test_a_bucket_of_several_tiles(bucket_size):
+    quantizer, xs = Quantizer(4, 15, bucket_size), [gaussian(25_000)]
+
+    def compute():
+        payload, sums = payload_of(quantizer.nbytes([25_000])), clones(xs)
+        kernels.quantize.encode(xs, payload, [7], quantizer)
+        return [payload, kernels.quantize.decode_sum([payload, payload], sums, 1.0, quantizer), *sums]
 
     assert_triton_agrees(compute)
 

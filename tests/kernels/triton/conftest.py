@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,10 +14,13 @@ collect_ignore_glob = ["check_*.py"]
 
 @pytest.fixture(autouse=True)
 def what_the_compiler_is_told_holds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Triton's interpreter takes any address; a GPU faults where one is no multiple of what `tl.multiple_of` says."""
+    """Triton's interpreter takes any address. A GPU faults where one is no multiple of a load's width.
+
+    So each address must be a multiple of what `tl.multiple_of` says, and of the size of what its pointer points to.
+    """
     if os.environ.get("TRITON_INTERPRET") != "1":
         return
-    from triton.runtime.interpreter import TensorHandle
+    from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
     original = TensorHandle.set_attr
 
@@ -27,3 +31,15 @@ def what_the_compiler_is_told_holds(monkeypatch: pytest.MonkeyPatch) -> None:
         original(self, key, value)
 
     monkeypatch.setattr(TensorHandle, "set_attr", set_attr)
+
+    def checked(access: Callable[..., object], which_mask: int) -> Callable[..., object]:
+        def check(self: Any, pointers: Any, *arguments: Any) -> object:
+            addresses = pointers.data[np.broadcast_to(arguments[which_mask].data, pointers.data.shape)]
+            size = np.dtype(_get_np_dtype(pointers.get_element_ty())).itemsize
+            assert not (addresses % size).any(), f"{addresses} are no multiples of {size}"
+            return access(self, pointers, *arguments)
+
+        return check
+
+    for name, which_mask in {"create_masked_load": 0, "create_masked_store": 1}.items():
+        monkeypatch.setattr(InterpreterBuilder, name, checked(getattr(InterpreterBuilder, name), which_mask))

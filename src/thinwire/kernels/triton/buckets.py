@@ -19,7 +19,9 @@ from ..flags import Flag
 from ..random import keys_on
 from .block_sums import store_scales
 from .device import (
+    by_row,
     find_segment,
+    flat,
     load_codes,
     load_floats,
     load_pointer,
@@ -56,7 +58,7 @@ class Coding:
         numbers: of a bucket, 0 to 2.
         norm: "max" or "l2" where the encoder finds the scale of a bucket; "" where the payload has its numbers already.
         least, most: scales below `least` become 0, and above `most` infinite.
-        levels: values for the rules.
+        levels: values for the rules, which find them in `level_table`.
         least_buckets: buckets of an empty segment.
         keeps_sign: whether a sum of zeros is -0 where all of them are. Otherwise, it is 0.
     """
@@ -154,24 +156,30 @@ def _find_tile(
 ):
     """Where a program's tile lies, and its buckets.
 
-    Returns the segment, the tile's start in it, the pointer to the start, the elements from there on, each element's offset,
+    Returns the segment, the tile's start in it, the pointer to the start, the tile's elements, each element's offset,
     whether it is one, the index of each row's or of each element's bucket, and whether there is such a bucket.
     """
     segment, tile = find_segment(rows, num_segments)
     first_row = tile * ROWS
     start = first_row * SIZE
     pointer = load_pointer(rows + num_segments + segment, VECTOR) + start
-    numel = load_size(rows + 3 * num_segments + segment, VECTOR) - start
+    left = load_size(rows + 3 * num_segments + segment, VECTOR) - start
+    numel = tl.minimum(left, ROWS * SIZE).to(tl.int32)
+    if VECTOR > 1:
+        numel = tl.multiple_of(numel, 4 if VECTOR == 4 else 8)
     offset, inside = tile_offsets(SIZE, WIDTH, ROWS)
     inside = inside & (offset < numel)
     first = tl.load(rows + 4 * num_segments + segment)
-    row = tl.arange(0, ROWS)[:, None]
+    row = tl.arange(0, ROWS)[None, :, None]
     if SIZE == BUCKET:
         index = first + first_row + row
         exists = row * SIZE < numel
-    elif BUCKET == WHOLE:
-        index = first + 0 * row  # one index, in the shape of a row
-        exists = row * SIZE < numel
+    elif BUCKET == WHOLE or BUCKET % (ROWS * SIZE) == 0:
+        # All rows are of one bucket.
+        index = first + tl.zeros([1, 1, 1], tl.int64)
+        if BUCKET != WHOLE:
+            index += start.to(tl.uint32) // BUCKET
+        exists = index >= 0
     else:
         # A segment has less than 2^31 elements, so that 32 bits are enough to divide.
         index = first + ((start.to(tl.uint32) + offset.to(tl.uint32)) // BUCKET).to(tl.int64)
@@ -180,16 +188,27 @@ def _find_tile(
 
 
 @triton.jit
-def _load_numbers(payload, index, exists, NUMBERS: tl.constexpr, ALIGNED: tl.constexpr):
-    """The numbers of buckets: two, one twice, or ones."""
+def _load_numbers(
+    payload,
+    index,
+    exists,
+    NUMBERS: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """The numbers of buckets: two, one twice, or ones; they broadcast to the shape of `by_row`."""
     if NUMBERS == 0:
-        first = tl.full([1, 1], 1.0, tl.float32)
+        first = tl.full([1, 1, 1], 1.0, tl.float32)
     else:
         first = load_floats(payload, NUMBERS * index, exists, ALIGNED)
     if NUMBERS == 2:
         second = load_floats(payload, 2 * index + 1, exists, ALIGNED)
     else:
         second = first
+    if NUMBERS > 0 and index.numel == ROWS * WIDTH:
+        first = by_row(first, WIDTH, ROWS)
+        second = by_row(second, WIDTH, ROWS)
     return first, second
 
 
@@ -237,29 +256,33 @@ def _encode(
     """Find or load the numbers of buckets, round, pack, and write the residual in one pass."""
     tile = _find_tile(rows, num_segments, BUCKET, VECTOR, SIZE, WIDTH, ROWS)
     segment, start, pointer, numel, offset, inside, index, exists = tile
-    x = tl.load(pointer + offset, mask=inside, other=0.0)
+    x = by_row(tl.load(pointer + offset, mask=inside, other=0.0), WIDTH, ROWS)
     if NORM == "":
-        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED, WIDTH, ROWS)
     else:
         if NORM == "l2":
             scale = scale_of_sums(sums_of_squares(pointer, numel, SIZE, WIDTH, ROWS), LEAST, MOST)
         else:
-            scale = scale_of_magnitude(tl.max(magnitude(x), axis=1), LEAST, MOST)
-        first = scale[:, None]
+            scale = scale_of_magnitude(tl.max(tl.max(magnitude(x), axis=0), axis=1), LEAST, MOST)
+        first = scale[None, :, None]
         second = first
         store_floats(payload, index, first, exists, ALIGNED)
     if key_table is None:
-        u = tl.zeros([1, 1], tl.float32)
+        u = tl.zeros([1, 1, 1], tl.float32)
     else:
-        u = uniform(tl.load(key_table + segment), position_of(start, offset))
+        u = by_row(uniform(tl.load(key_table + segment), position_of(start, offset)), WIDTH, ROWS)
     codes, values = RULE(x, first, second, u, level_table, PARAMETERS)
-    lost = x - values
+    lost = flat(x - values, WIDTH, ROWS)
     address = payload + _first_code(rows, num_segments, segment, start, BITS)
-    if ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0:
-        address = tl.multiple_of(address, 4)
     nbytes = _bytes_of(numel, BITS, VECTOR)
+    WORDS: tl.constexpr = ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0
+    if WORDS and BITS >= 4:
+        # Wider stores than the codes of a thread's four elements would move codes between threads. This is said where the
+        # address is made: of a parameter, the compiler would forget it.
+        address = tl.multiple_of(address, 4 if BITS >= 8 else 2)
     # Zeros, because the bits after a segment's last code must be zero.
-    store_codes(address, tl.where(inside, codes, 0), nbytes, BITS, SIZE, WIDTH, ROWS)
+    codes = tl.where(inside, flat(codes, WIDTH, ROWS), 0)
+    store_codes(address, codes, nbytes, WORDS, BITS, SIZE, WIDTH, ROWS)
     if RESIDUAL:
         store_residual(rows, num_segments, segment, start + offset, inside, lost, VECTOR)
 
@@ -291,15 +314,13 @@ def _decode(
     segment, start, pointer, numel, offset, inside, index, exists = tile
     first_byte = _first_code(rows, num_segments, segment, start, BITS)
     nbytes = _bytes_of(numel, BITS, VECTOR)
+    WORDS: tl.constexpr = ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0
     total = load_total(pointer + offset, inside, ADD)
     if KEEPS_SIGN and not ADD:
         total = negated(total)  # -0 + x is x; 0 + -0 would lose the sign
     for i in range(1 if ADD else num_payloads):
         payload = tl.load(payloads + i).to(tl.pointer_type(tl.uint8))
-        address = payload + first_byte
-        if ALIGNED and VECTOR >= 128 and ROWS * SIZE * BITS % 32 == 0:
-            address = tl.multiple_of(address, 4)
-        codes = load_codes(address, nbytes, BITS, SIZE, WIDTH, ROWS)
-        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED)
-        total += RULE(codes, first, second, weight, level_table, PARAMETERS)
+        codes = by_row(load_codes(payload + first_byte, nbytes, WORDS, BITS, SIZE, WIDTH, ROWS), WIDTH, ROWS)
+        first, second = _load_numbers(payload, index, exists, NUMBERS, ALIGNED, WIDTH, ROWS)
+        total += flat(RULE(codes, first, second, weight, level_table, PARAMETERS), WIDTH, ROWS)
     store_total(pointer + offset, inside, total, flag, ADD)

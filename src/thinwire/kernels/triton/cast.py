@@ -13,7 +13,7 @@ from ..checks import MAX_SEGMENT_NUMEL
 from ..flags import Flag
 from .block_sums import store_numbers
 from .buckets import Coding
-from .device import is_finite, negated
+from .device import is_finite
 
 MANTISSA = {"bfloat16": 7, "float16": 10, "float8_e4m3fn": 3, "float8_e5m2": 2}  # bits
 BIAS = {"bfloat16": 127, "float16": 15, "float8_e4m3fn": 7, "float8_e5m2": 15}  # of exponents
@@ -99,7 +99,8 @@ def widen(code, MANTISSA: tl.constexpr, BIAS: tl.constexpr, BITS: tl.constexpr, 
             x = tl.where(largest >= INFINITY, special, x)
         else:
             x = tl.where(largest == ALL, float("nan"), x)
-    return tl.where((code >> (BITS - 1)) != 0, negated(x), x)
+    sign = (code.to(tl.uint32) << (32 - BITS)) & 0x80000000
+    return (x.to(tl.uint32, bitcast=True) | sign).to(tl.float32, bitcast=True)
 
 
 @triton.jit

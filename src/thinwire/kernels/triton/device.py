@@ -117,13 +117,41 @@ def store_floats(address, index, values, mask, ALIGNED: tl.constexpr):
             tl.store(address + 4 * index.to(tl.int64) + i, ((bits >> (8 * i)) & 0xFF).to(tl.uint8), mask=mask)
 
 
+CHUNK = tl.constexpr(128)  # elements of a row that a warp loads at once, four in each thread
+
+
 @triton.jit
-def tile_offsets(SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """(ROWS, WIDTH): each element's position relative to the tile's first; and whether it is one."""
-    row = tl.arange(0, ROWS)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    # `row >= 0` is always true: it gives the mask both dimensions.
-    return row * SIZE + column, (column < SIZE) & (row >= 0)
+def tile_offsets(
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, EVERY: tl.constexpr = 1, BITS: tl.constexpr = 8
+):
+    """Where every `EVERY`-th element of a tile lies, relative to the first, and whether it is one; one-dimensional.
+
+    First come the first chunks of all rows, then the second ones, so that a warp has few rows. The unit is eight bits, of
+    `BITS` for each element; by default, an element.
+    """
+    LENGTH: tl.constexpr = CHUNK if WIDTH > CHUNK else WIDTH
+    item = tl.arange(0, ROWS * WIDTH // EVERY)
+    line = item // (LENGTH // EVERY)
+    row = line % ROWS
+    chunk = line // ROWS
+    group = item % (LENGTH // EVERY)
+    inside = chunk * (LENGTH // EVERY) + group < SIZE // EVERY
+    # Without a division the compiler sees which addresses are neighbours.
+    group = group * (EVERY * BITS // 8) if EVERY * BITS % 8 == 0 else group * (EVERY * BITS) // 8
+    return row * (SIZE * BITS // 8) + (chunk * (LENGTH * BITS // 8) + group), inside
+
+
+@triton.jit
+def by_row(x, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Elements of a tile in the shape (chunks, ROWS, elements of a chunk), so that (1, ROWS, 1) broadcasts."""
+    LENGTH: tl.constexpr = CHUNK if WIDTH > CHUNK else WIDTH
+    return tl.reshape(x, (WIDTH // LENGTH, ROWS, LENGTH))
+
+
+@triton.jit
+def flat(x, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    """Undo `by_row`."""
+    return tl.reshape(x, (ROWS * WIDTH,))
 
 
 @triton.jit
@@ -134,39 +162,43 @@ def position_of(start, offset):
 
 @triton.jit
 def store_codes(
-    address, codes, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr
+    address,
+    codes,
+    nbytes,
+    WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
 ):
     """Pack the codes (int32, 0 where there is no element) of a tile, the lowest bit first.
 
     Args:
         address: of the tile's first byte.
-        codes: (ROWS, WIDTH).
+        codes: in the order of `tile_offsets`.
         nbytes: bytes from there to the end of the segment's codes.
+        WORDS: whether the address and `nbytes` are multiples of 4.
     """
+    PER: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 1 if BITS == 16 else 8  # codes that fill whole bytes
+    offset, inside = tile_offsets(SIZE, WIDTH, ROWS, PER, BITS)
     if 8 % BITS == 0:
-        PER: tl.constexpr = 8 // BITS
         shifts = tl.arange(0, PER) * BITS
-        packed = tl.sum(tl.reshape(codes, (ROWS, WIDTH // PER, PER)) << shifts[None, None, :], axis=2)
-        row = tl.arange(0, ROWS)[:, None]
-        column = tl.arange(0, WIDTH // PER)[None, :]
-        offset = row * (SIZE // PER) + column
-        tl.store(address + offset, packed.to(tl.uint8), mask=(column < SIZE // PER) & (offset < nbytes))
+        packed = tl.sum(tl.reshape(codes, (ROWS * WIDTH // PER, PER)) << shifts[None, :], axis=1)
+        tl.store(address + offset, packed.to(tl.uint8), mask=inside & (offset < nbytes))
     elif BITS == 16:
-        # Two bytes, not a 16-bit word: a payload may start at any address.
-        pairs = tl.reshape(tl.join(codes & 0xFF, (codes >> 8) & 0xFF), (ROWS, 2 * WIDTH))
-        column = tl.arange(0, 2 * WIDTH)[None, :]
-        offset = tl.arange(0, ROWS)[:, None] * (2 * SIZE) + column
-        tl.store(address + offset, pairs.to(tl.uint8), mask=(column < 2 * SIZE) & (offset < nbytes))
+        mask = inside & (offset < nbytes)
+        if WORDS:
+            words = address.to(tl.pointer_type(tl.uint16))
+            tl.store(words + tile_offsets(SIZE, WIDTH, ROWS)[0], codes.to(tl.uint16), mask=mask)
+        else:
+            tl.store(address + offset, (codes & 0xFF).to(tl.uint8), mask=mask)
+            tl.store(address + offset + 1, (codes >> 8).to(tl.uint8), mask=mask)
     else:
         # Eight codes fill BITS bytes, which one or two 64-bit words hold.
         groups = tl.reshape(codes, (ROWS * WIDTH // 8, 8)).to(tl.uint64)
         shifts = (tl.arange(0, 8) * BITS)[None, :].to(tl.uint64)
-        WORDS: tl.constexpr = (BITS + 7) // 8
-        group = tl.arange(0, ROWS * WIDTH // 8)[:, None]
-        row = group // (WIDTH // 8)
-        column = group % (WIDTH // 8)
         byte = tl.arange(0, 8)[None, :]
-        for word in tl.static_range(WORDS):
+        for word in tl.static_range((BITS + 7) // 8):
             if word == 0:
                 # A shift by 64 or more is undefined, so `& 63` bounds it where `where` drops the result.
                 parts = tl.where(shifts < 64, groups << (shifts & 63), 0)
@@ -177,50 +209,48 @@ def store_codes(
             # The fields do not overlap, so that their sum joins them.
             packed = tl.sum(parts, axis=1)[:, None] >> (8 * byte).to(tl.uint64)
             at = byte + 8 * word
-            offset = (row * (SIZE // 8) + column) * BITS + at
-            mask = (column < SIZE // 8) & (at < BITS) & (offset < nbytes)
-            tl.store(address + offset, (packed & 0xFF).to(tl.uint8), mask=mask)
+            place = offset[:, None] + at
+            mask = inside[:, None] & (at < BITS) & (place < nbytes)
+            tl.store(address + place, (packed & 0xFF).to(tl.uint8), mask=mask)
 
 
 @triton.jit
-def load_codes(address, nbytes, BITS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    """Undo `store_codes`: (ROWS, WIDTH) of int32; 0 where there is no byte."""
-    if 8 % BITS == 0:
-        PER: tl.constexpr = 8 // BITS
-        row = tl.arange(0, ROWS)[:, None]
-        column = tl.arange(0, WIDTH // PER)[None, :]
-        offset = row * (SIZE // PER) + column
-        packed = tl.load(address + offset, mask=(column < SIZE // PER) & (offset < nbytes), other=0).to(tl.int32)
-        shifts = tl.arange(0, PER) * BITS
-        codes = (packed[:, :, None] >> shifts[None, None, :]) & ((1 << BITS) - 1)
-    elif BITS == 16:
-        column = tl.arange(0, 2 * WIDTH)[None, :]
-        offset = tl.arange(0, ROWS)[:, None] * (2 * SIZE) + column
-        pairs = tl.load(address + offset, mask=(column < 2 * SIZE) & (offset < nbytes), other=0).to(tl.int32)
-        low, high = tl.split(tl.reshape(pairs, (ROWS, WIDTH, 2)))
-        codes = low | (high << 8)
-    else:
-        group = tl.arange(0, ROWS * WIDTH // 8)[:, None]
-        row = group // (WIDTH // 8)
-        column = group % (WIDTH // 8)
-        byte = tl.arange(0, 8)[None, :]
-        shifts = (tl.arange(0, 8) * BITS)[None, :].to(tl.uint64)
-        WORDS: tl.constexpr = (BITS + 7) // 8
-        values = tl.zeros((ROWS * WIDTH // 8, 8), tl.uint64)
-        for word in tl.static_range(WORDS):
-            at = byte + 8 * word
-            offset = (row * (SIZE // 8) + column) * BITS + at
-            mask = (column < SIZE // 8) & (at < BITS) & (offset < nbytes)
-            packed = tl.load(address + offset, mask=mask, other=0).to(tl.uint64) << (8 * byte).to(tl.uint64)
-            bits = tl.sum(packed, axis=1)[:, None]
-            if word == 0:
-                values = values | tl.where(shifts < 64, bits >> (shifts & 63), 0)
-            else:
-                split = (shifts < 64) & (shifts + BITS > 64)
-                values = values | tl.where(shifts >= 64, bits >> (shifts & 63), 0)
-                values = values | tl.where(split, bits << ((64 - shifts) & 63), 0)
-        codes = (values & ((1 << BITS) - 1)).to(tl.int32)
-    return tl.reshape(codes, (ROWS, WIDTH))
+def load_codes(
+    address,
+    nbytes,
+    WORDS: tl.constexpr,
+    BITS: tl.constexpr,
+    SIZE: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Undo `store_codes`: int32 in the order of `tile_offsets`, 0 where there is no byte.
+
+    A thread loads the codes of its neighbouring elements in one word, so that no codes move between threads.
+    """
+    # Four codes begin at multiples of this many bits, so at one of the bits 0 to 8 - STEP of a byte.
+    STEP: tl.constexpr = 8 if BITS % 2 == 0 else 4
+    NBYTES: tl.constexpr = (4 * BITS + 8 - STEP + 7) // 8
+    # A load takes this many bytes: those of four codes, or four where there are more.
+    UNIT: tl.constexpr = (4 if BITS > 8 else BITS // 2) if WORDS and 16 % BITS == 0 and BITS > 1 else 1
+    TYPE: tl.constexpr = tl.uint32 if UNIT == 4 else tl.uint16 if UNIT == 2 else tl.uint8
+    offset = tile_offsets(SIZE, WIDTH, ROWS, 4, BITS)[0]
+    word = tl.zeros(offset.shape, tl.uint32 if NBYTES <= 4 else tl.uint64)
+    for i in tl.static_range(0, NBYTES, UNIT):
+        part = tl.load((address + offset + i).to(tl.pointer_type(TYPE)), mask=offset + i < nbytes, other=0)
+        word = word | (part.to(word.dtype) << (8 * i))
+    if STEP < 8:
+        first_bit = tl.arange(0, ROWS * WIDTH // 4) * (4 * BITS) % 8
+        word = word >> first_bit.to(word.dtype)
+    even = tl.join(_field(word, 0, BITS), _field(word, 2, BITS))
+    odd = tl.join(_field(word, 1, BITS), _field(word, 3, BITS))
+    return tl.reshape(tl.join(even, odd), (ROWS * WIDTH,))
+
+
+@triton.jit
+def _field(word, i: tl.constexpr, BITS: tl.constexpr):
+    """The code of number i in a word, as int32."""
+    return ((word >> (i * BITS)) & ((1 << BITS) - 1)).to(tl.int32)
 
 
 @triton.constexpr_function

@@ -41,19 +41,25 @@ def _round(x, scale, _second, u, level_table, PARAMETERS: tl.constexpr):
     for i in tl.static_range(BITS):
         higher = code + (1 << (BITS - 1 - i))
         exists = higher <= LEVELS - 2
-        level = tl.load(level_table + higher, mask=exists, other=0.0)
+        level = _level(level_table, tl.minimum(higher, LEVELS - 1))
         code = tl.where(exists & (level <= r), higher, code)
-    low = tl.load(level_table + code)
-    up = (r - low > u * (tl.load(level_table + code + 1) - low)) & usable
+    low = _level(level_table, code)
+    up = (r - low > u * (_level(level_table, code + 1) - low)) & usable
     code = tl.where(usable, code + up.to(tl.int32), 0)
-    return code, tl.load(level_table + code) * scale
+    return code, _level(level_table, code) * scale
 
 
 @triton.jit
 def _value(codes, scale, _second, weight, level_table, PARAMETERS: tl.constexpr):
     """A corrupt code that names no level counts as the last one."""
     LEVELS: tl.constexpr = PARAMETERS[1]
-    return tl.load(level_table + tl.minimum(codes, LEVELS - 1)) * (scale * weight)
+    return _level(level_table, tl.minimum(codes, LEVELS - 1)) * (scale * weight)
+
+
+@triton.jit
+def _level(level_table, codes):
+    """The levels of codes in the shape of `by_row`. A load in that shape would move codes between threads."""
+    return tl.reshape(tl.load(level_table + tl.reshape(codes, (codes.numel,))), codes.shape)
 
 
 def _coding(levels: Levels) -> Coding:

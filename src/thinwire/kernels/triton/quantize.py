@@ -40,7 +40,7 @@ def decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, quanti
 
 
 @triton.jit
-def _round(x, scale, _second, u, _level_table, PARAMETERS: tl.constexpr):
+def _round(x, scale, _second, u, level_table, PARAMETERS: tl.constexpr):
     """Stochastic rounding to `STEPS` steps from -scale to scale; `kernels.quantize._quantize_segment`."""
     STEPS: tl.constexpr = PARAMETERS[0]
     steps = tl.full(scale.shape, STEPS, tl.float32)
@@ -49,14 +49,25 @@ def _round(x, scale, _second, u, _level_table, PARAMETERS: tl.constexpr):
     # The cast cuts off: below zero this is no floor, but the clamp gives 0 either way.
     codes = tl.where(usable, t + u, 0.0).to(tl.int32)
     codes = tl.minimum(tl.maximum(codes, 0), STEPS)
-    return codes, (2 * codes - STEPS).to(tl.float32) * tl.div_rn(scale, steps)
+    return codes, _num_steps(codes, level_table, STEPS) * tl.div_rn(scale, steps)
 
 
 @triton.jit
-def _value(codes, scale, _second, weight, _level_table, PARAMETERS: tl.constexpr):
+def _value(codes, scale, _second, weight, level_table, PARAMETERS: tl.constexpr):
     STEPS: tl.constexpr = PARAMETERS[0]
     step = tl.div_rn(scale, tl.full(scale.shape, STEPS, tl.float32)) * weight
-    return (2 * codes - STEPS).to(tl.float32) * step
+    return _num_steps(codes, level_table, STEPS) * step
+
+
+@triton.jit
+def _num_steps(codes, level_table, STEPS: tl.constexpr):
+    """2 codes - STEPS as float32: exact, and without a conversion of integers, which is slow.
+
+    The lowest bit of a float32 from 2^23 to 2^24 counts 1. The kernel reads 2^23 from the table, because a GPU masks a code
+    and adds the bits of 2^23 in one instruction only if one of the two numbers is a constant.
+    """
+    power = tl.load(level_table).to(tl.int32, bitcast=True)
+    return ((2 * codes) | power).to(tl.float32, bitcast=True) - (2.0**23 + STEPS)
 
 
 def _coding(q: Quantizer) -> Coding:
@@ -71,4 +82,5 @@ def _coding(q: Quantizer) -> Coding:
         # With one step, a step is twice the scale: where that overflows, so may the residual.
         most=MAX_SCALE / 2 if q.num_steps == 1 else float("inf"),
         keeps_sign=True,
+        levels=(2.0**23,),
     )

@@ -25,7 +25,7 @@ class TileRows:
     @classmethod
     def of_elements(cls, bucket_size: int) -> TileRows:
         """Tiles for element-wise work: a row is a bucket if it can be, so that one scale serves it."""
-        return cls.of_buckets(bucket_size) or cls(TILE, TILE, 1)
+        return cls.of_buckets(bucket_size) or cls(TILE // 4, TILE // 4, 4)
 
     @classmethod
     def of_buckets(cls, bucket_size: int) -> TileRows | None:
