@@ -1,7 +1,7 @@
 """Selection of the largest magnitudes in Triton, exact, with ties by lowest index.
 
-Small segments and chunks, up to 4096 elements: one launch. A program holds whole rows and finds each row's threshold bit
-by bit. Larger segments are selected by `histograms.py`.
+Small segments and chunks, up to 4096 elements: one launch. A program holds whole rows and searches each row's threshold.
+Larger segments are selected by `histograms.py`.
 """
 
 from __future__ import annotations
