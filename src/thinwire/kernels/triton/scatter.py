@@ -22,9 +22,7 @@ from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
 from .launch import kept, launch, pointers, starts, tiles_of
 
-LANES = tl.constexpr(128)  # one for each thread
-ITEMS = 8  # that a thread sees to
-TILE = ITEMS * LANES.value
+TILE = 1024
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
 
 
@@ -77,7 +75,7 @@ def _start(
     rows, num_tiles = _plan(device, tuple(numels_of(outs)), pointers(outs), tuple(counts))
     faults = faults_of(device)
     arguments = (rows, indices, values, faults, flag, len(outs), weight)
-    launch(_scatter, num_tiles, device, *arguments, ACTION=action, ITEMS=ITEMS)
+    launch(_scatter, num_tiles, device, *arguments, ACTION=action, TILE=TILE)
     raise_on_cpu(faults)
 
 
@@ -91,32 +89,31 @@ def _plan(
 
 
 @triton.jit(do_not_specialize=["num_segments"])
-def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: tl.constexpr, ITEMS: tl.constexpr):
+def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: tl.constexpr, TILE: tl.constexpr):
     """A tile is a run of kept elements of one segment. Each thread sees to its own, and none waits for others."""
     segment, tile = find_segment(rows, num_segments)
-    start = tile * (ITEMS * LANES)
+    start = tile * TILE
     out = tl.load(rows + num_segments + segment).to(tl.pointer_type(tl.float32))
     numel = tl.load(rows + 2 * num_segments + segment).to(tl.uint32)
-    left = tl.minimum(tl.load(rows + 3 * num_segments + segment) - start, ITEMS * LANES).to(tl.int32)
+    left = tl.minimum(tl.load(rows + 3 * num_segments + segment) - start, TILE).to(tl.int32)
     at = tl.load(rows + 4 * num_segments + segment) + start
-    lane = tl.arange(0, LANES)
-    offset = tl.arange(0, ITEMS)[:, None] * LANES + lane[None, :]
+    offset = tl.arange(0, TILE)
     mask = offset < left
-    # As unsigned numbers, negative ones are large. A segment of which elements are kept has an element 0.
-    index = tl.load(indices + at + offset, mask=mask, other=0).to(tl.uint32, bitcast=True)
-    tl.atomic_add(faults + OUTSIDE + lane * 0, 1, mask=tl.max(index, axis=0) >= numel, sem="relaxed")
+    # What is loaded behind a mask is used behind it only, so it needs no value elsewhere. As unsigned numbers, negative
+    # indices are large.
+    index = tl.load(indices + at + offset, mask=mask).to(tl.uint32, bitcast=True)
+    # A store where an addition would count: whoever reads the counter asks whether it is 0.
+    tl.store(faults + OUTSIDE + offset * 0, 1, mask=mask & (index >= numel))
     inside = mask & (index < numel)
     values += at
-    # What is loaded behind a mask is used behind it only, so it needs no value elsewhere.
     if ACTION == "gather":
         tl.store(values + offset, tl.load(out + index, mask=inside), mask=inside)
     elif ACTION == "clear":
-        tl.store(out + index, tl.zeros([ITEMS, LANES], tl.float32), mask=inside)
+        tl.store(out + index, tl.zeros([TILE], tl.float32), mask=inside)
     else:
         value = tl.load(values + offset, mask=inside)
         if ACTION == "add" or ACTION == "total":
             value = tl.load(out + index, mask=inside) + value * weight
         tl.store(out + index, value, mask=inside)
         if ACTION == "total":  # a sum that is once not finite stays so
-            magnitudes = tl.max(tl.where(inside, magnitude(value), 0), axis=0)
-            tl.store(flag + lane * 0, 1, mask=magnitudes >= 0x7F800000)
+            tl.store(flag + offset * 0, 1, mask=inside & (magnitude(value) >= 0x7F800000))
