@@ -301,6 +301,13 @@ def test_a_download_that_is_not_the_file_expected_leaves_nothing(tmp_path, serve
     assert not [path for path in (tmp_path / "new").iterdir() if not path.name.endswith(".lock")]
 
 
+def test_a_folder_that_is_a_file_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    _refused(
+        CIFAR10(tmp_path / "file").load, f"cannot write to {tmp_path / 'file'}: File exists; choose another folder"
+    )
+
+
 def test_without_a_network_one_line_says_where_to_put_the_archive(tmp_path, monkeypatch):
     monkeypatch.setattr(cifar, "URL", "http://127.0.0.1:9/" + cifar.ARCHIVE)
     _refused(CIFAR10(tmp_path / "none").load, f"put it at {tmp_path / 'none' / cifar.ARCHIVE}")

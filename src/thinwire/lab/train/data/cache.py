@@ -72,8 +72,16 @@ def write_whole(path: Path, write: Callable[[Path], None]) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Lock out other processes while `path` is made; the lock ends with the process in any case."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f".{path.name}.lock"), "w") as lock:  # `os.replace` gives `path` another inode
+    """Lock out other processes while `path` is made; the lock ends with the process in any case.
+
+    Raises:
+        ValueError: nothing can be written beside `path`.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(path.with_name(f".{path.name}.lock"), "w")  # `os.replace` gives `path` another inode
+    except OSError as error:
+        raise ValueError(f"cannot write to {path.parent}: {error.strerror}; choose another folder") from error
+    with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
