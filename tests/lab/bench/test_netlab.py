@@ -260,9 +260,15 @@ def test_a_line_is_cut_and_mended(tmp_path, line, monkeypatch):
         monkeypatch.setattr(lab, "mend", mend_and_tell)
         pinged = pool.submit(_pinged, lab, tmp_path, seconds=60.0)
         _wait_until(lambda: all((tmp_path / f"{host} hears").exists() for host in range(2)))
-        with netlab.cuts(lab, ["1:0.5:3"]):
+        with netlab.cuts(lab, ["1:0.5:1.5"]):
             assert mended.wait(30)
-        time.sleep(2)  # hosts may have to look for each other's address again
+        heard = [tmp_path / f"{host} hears" for host in range(2)]
+        for path in heard:
+            path.unlink()
+        _wait_until(
+            lambda: all(path.exists() for path in heard)
+        )  # hosts may have to look for each other's address again
+        time.sleep(1)
         (tmp_path / "stop").touch()
         received = pinged.result()
     for host, got in enumerate(received):
