@@ -51,6 +51,8 @@ def main() -> None:
         digits(), workers=options.workers, epochs=options.epochs, seed=options.seed, split="by-class",
         shuffled=options.shuffled, output=options.output,
     )  # fmt: skip
+    if not any(options.only in strategy for strategy in STRATEGIES):
+        raise ValueError(f"no strategy contains {options.only!r}; they are {', '.join(STRATEGIES)}")
     runs = []
     for strategy in STRATEGIES:
         config = replace(shared, strategy=strategy)

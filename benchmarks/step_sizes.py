@@ -52,23 +52,24 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT")
     options = parser.parse_args()
     torch.set_num_threads(1)
+    averagers = [kind(codec=codec) for kind in (tw.Choco, tw.DeepSqueeze) for codec in gossiped()]
+    averagers += [tw.Moniqua(bits=bits) for bits in (2, 3, 4, 8)]
+    chosen = [averager for averager in averagers if options.only in repr(averager)]
+    if not chosen:
+        raise ValueError(f"no averager contains {options.only!r}; the first is {averagers[0]!r}")
     print("| averager | falls in 400 rounds | largest error since | step size |\n|---|---|---|---|")
-    for kind in (tw.Choco, tw.DeepSqueeze):
-        for codec in gossiped():
-            name, errors = repr(kind(codec=codec)), list[float]()
-            if options.only in name:
-                show(
-                    name,
-                    errors,
-                    fitted(kind, codec, starts(), options.rounds, lambda _, x, errors=errors: errors.append(error(x))),
-                )
-    for bits in (2, 3, 4, 8):
-        averager, errors, x = tw.Moniqua(bits=bits), list[float](), starts()
-        if options.only in repr(averager):
-            states = gossip_in_lockstep(
-                averager, x, options.rounds, lambda _, x, errors=errors: errors.append(error(x))
-            )
-            show(repr(averager), errors, averager.diagnostics(states[0])["step_size"])
+    for averager in chosen:
+        errors, x = list[float](), starts()
+
+        def note(_: int, x: Tensor, errors: list[float] = errors) -> None:
+            errors.append(error(x))
+
+        if isinstance(averager, tw.Moniqua):
+            states = gossip_in_lockstep(averager, x, options.rounds, note)
+            step_size = averager.diagnostics(states[0])["step_size"]
+        else:
+            step_size = fitted(type(averager), averager.codec, x, options.rounds, note)
+        show(repr(averager), errors, step_size)
 
 
 if __name__ == "__main__":

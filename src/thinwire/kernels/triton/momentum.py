@@ -50,8 +50,8 @@ def _kind(rule: Momentum) -> str:
 def _make_and_select(
     outs: list[Tensor], sources: list[tuple[int, ...]], m: float, factor: float, kind: str, counts: list[int]
 ) -> tuple[Tensor, Tensor]:
-    """Make the segments and select: in one pass where all segments go through histograms, else one launch more."""
-    # Histograms serve only segments above `MAX_ROW` of which at least one element is kept.
+    """Make the segments and select: in one pass where all segments are large, else one launch more."""
+    # `histograms.select` serves only segments above `MAX_ROW` of which at least one element is kept.
     if not outs or any(x.numel() <= MAX_ROW or not k for x, k in zip(outs, counts, strict=True)):
         _make(outs, sources, m, factor, kind)
         return select.topk(outs, counts)

@@ -148,8 +148,8 @@ class RunConfig:
     credentials: Path | None = None
     """Folder of keys that `thinwire keys` has made: every connection is encrypted, and only machines of its run take part. None
     takes the folder in the variable THINWIRE_CREDENTIALS, if there is one."""
-    no_listen: bool = False
-    """These workers take no connections, as behind NAT: they dial the others. Differs between machines."""
+    listen: bool = True
+    """Whether these workers take connections. False, as behind NAT: they dial the others. Differs between machines."""
     relay: str | None = None
     """HOST:PORT of a `thinwire relay`, the same on all machines. It finds out who is behind NAT, and carries messages between
     workers that can only dial out. An elastic run needs credentials with it."""
@@ -208,14 +208,15 @@ class RunConfig:
         encrypts = self.credentials is None or self.transport in ("auto", "tcp")
         ours = self.transport in ("auto", "tcp") or not self.dials_out
         require(
-            ours, f"transport {self.transport!r} needs to be reached; leave it out, or leave no_listen and relay out"
+            ours,
+            f"transport {self.transport!r} needs to be reached; leave it out, or let workers listen without a relay",
         )
         if self.relay is not None:
             parse_address(self.relay)
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
         alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
         require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
-        reached = not self.elastic or self.relay is not None or not self.no_listen
+        reached = not self.elastic or self.relay is not None or self.listen
         require(reached, "workers of an elastic run that take no connections need a relay; add --relay HOST:PORT")
         wrong = {
             "network": self.network is not None,
@@ -232,7 +233,7 @@ class RunConfig:
     @property
     def dials_out(self) -> bool:
         """Whether workers may be out of each other's reach."""
-        return self.no_listen or self.relay is not None
+        return not self.listen or self.relay is not None
 
     def parsed_strategy(self) -> Averaging[AveragerAttachment]:
         """The strategy object.

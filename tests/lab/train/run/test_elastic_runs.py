@@ -156,7 +156,7 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
     with pytest.raises(ValueError, match="belong to elastic; add --elastic"):
         RunConfig("digits", lighthouse="http://node1:29510")
     with pytest.raises(ValueError, match="take no connections need a relay; add --relay HOST:PORT"):
-        RunConfig("digits", elastic=True, no_listen=True)
+        RunConfig("digits", elastic=True, listen=False)
     with pytest.raises(ValueError, match="leave out network, split"):
         RunConfig("digits", elastic=True, network="1gbit,1ms", split="by-class")
     with pytest.raises(ValueError, match=r"Asynchronous\(\) needs a fixed number of workers; leave --elastic out"):

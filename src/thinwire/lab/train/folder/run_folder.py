@@ -21,7 +21,7 @@ log = logging.getLogger("thinwire")
 FREE = [
     *"output name suffix overwrite resume keep checkpoint_every evaluate_every log_every variance wandb mlflow".split(),
     *"test_batch_size threads device port interface transport requeue timeout data.num_loaders".split(),
-    *"elastic min_workers lighthouse first_worker check_every credentials no_listen relay".split(),
+    *"elastic min_workers lighthouse first_worker check_every credentials listen relay".split(),
 ]
 """Fields that may change in a resumed run, because they change its result only by rounding."""
 

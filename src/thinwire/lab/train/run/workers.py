@@ -24,7 +24,7 @@ OWN_SETTINGS = frozenset(
     [
         *("recipe", "workers", "min_workers", "first_worker", "lighthouse", "elastic", "threads", "device", "compile"),
         *("output", "name", "suffix", "overwrite", "resume", "wandb", "mlflow", "keep", "requeue"),
-        *("transport", "interface", "credentials", "no_listen", "relay", "port", "timeout"),
+        *("transport", "interface", "credentials", "listen", "relay", "port", "timeout"),
     ]
 )
 """Options in which the workers of an elastic run may differ."""

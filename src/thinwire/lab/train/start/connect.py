@@ -79,7 +79,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
                 timeout_seconds=config.timeout,
                 credentials=credentials,
                 meeting_seconds=SECONDS,
-                listens=not config.no_listen,
+                listens=config.listen,
                 relay=config.relay,
             ) as own,
         ):

@@ -87,6 +87,6 @@ def communicator(
         is_late=is_late,
         credentials=credentials,
         check_every=config.check_every,
-        listens=not config.no_listen,
+        listens=config.listen,
         relay=config.relay,
     )
