@@ -1,4 +1,4 @@
-"""Show on one GPU that everything works, and how fast: in parts, each within nine minutes.
+"""Show on one GPU that everything works, and how fast: in parts, each within nine minutes. Checks run side by side.
 
     python3 scripts/gpu.py                       list the parts
     python3 scripts/gpu.py kernels codecs        run these, then print one table of all parts that have run so far
@@ -19,6 +19,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,18 +56,23 @@ class Part:
     files: tuple[str, ...] = ()
     processes: int = 8
 
+    @property
+    def is_check(self) -> bool:
+        """Whether it may run beside others; what measures, and the sanitizer, run alone."""
+        return bool(self.files) and self.name != "sanitizer"
+
 
 PARTS = (
-    Part("kernels", 4, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
-    Part("codecs", 5, "golden bytes and the conformance suite of all codecs", ("tests/gpu/check_codecs.py",)),
+    Part("kernels", 2, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
+    Part("codecs", 2, "golden bytes and the conformance suite of all codecs", ("tests/gpu/check_codecs.py",)),
     Part(
         "training",
-        5,
+        2,
         "one rank over NCCL, two ranks on one GPU over Gloo, streams",
         ("tests/gpu/check_training.py",),
         2,
     ),
-    Part("overhead", 2, "a step with Mean(QSGD(bits=4)) beside plain DDP, with a timeline"),
+    Part("overhead", 1, "a step with Mean(QSGD(bits=4)) beside plain DDP, with a timeline"),
     Part("speed", 4, "codecs as shares of a copy"),
     Part("study", 8, "a GPT trained with seven methods: loss against bytes; each call goes on"),
     Part("sanitizer", 8, "the kernels' checks under compute-sanitizer", tuple(KERNELS[:4]), 0),
@@ -85,27 +91,51 @@ def environment(dry: bool) -> dict[str, str]:
     }
 
 
-def run(part: Part, dry: bool, name: str) -> dict[str, Any]:
-    """Run a part in a process of its own, and end it at the limit; what it showed, which is kept.
+def run(parts: Sequence[Part], dry: bool, name: str) -> list[dict[str, Any]]:
+    """Run parts side by side, each in a process of its own that is ended at the limit; what they showed, which is kept.
 
     Args:
-        part: what to run.
+        parts: what to run.
         dry: whether to do without a GPU.
         name: of the device, with the versions.
     """
-    result: dict[str, Any] = {"title": part.title, "dry_run": dry, "date": time.strftime("%Y-%m-%d %H:%M"), "on": name}
-    log = RESULTS / f"{part.name}.log"
     RESULTS.mkdir(parents=True, exist_ok=True)
-    (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
-    began = time.monotonic()
-    if part.name == "sanitizer" and (dry or shutil.which("compute-sanitizer") is None):
-        result |= {"state": "left out", "shown": "no compute-sanitizer" if not dry else "needs a GPU"}
-    else:
-        code = _ended(_command(part, dry), log, environment(dry))
-        result |= _summary(part, code, log.read_text(errors="replace"))
-    result |= {"seconds": round(time.monotonic() - began)}
-    (RESULTS / f"{part.name}.json").write_text(json.dumps(result, indent=1))
-    return result
+    began, running, seconds, results = time.monotonic(), dict[str, subprocess.Popen[bytes]](), dict[str, float](), []
+    try:
+        for part in parts:
+            (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
+            if not _left_out(part, dry):
+                running[part.name] = _started(_command(part, dry), RESULTS / f"{part.name}.log", environment(dry))
+        while len(seconds) < len(running) and time.monotonic() < began + LIMIT_SECONDS:
+            time.sleep(0.1)
+            ended = [name for name, process in running.items() if process.poll() is not None]
+            seconds |= {name: time.monotonic() - began for name in ended if name not in seconds}
+    finally:
+        codes = {name: process.poll() for name, process in running.items()}
+        for process in running.values():
+            _kill(process)
+    for part in parts:
+        result: dict[str, Any] = {
+            "title": part.title,
+            "dry_run": dry,
+            "date": time.strftime("%Y-%m-%d %H:%M"),
+            "on": name,
+            "seconds": round(seconds.get(part.name, time.monotonic() - began)),
+        }
+        if part.name in codes:
+            result |= _summary(part, codes[part.name], (RESULTS / f"{part.name}.log").read_text(errors="replace"))
+        else:
+            result |= {"state": "left out", "shown": _left_out(part, dry)}
+        (RESULTS / f"{part.name}.json").write_text(json.dumps(result, indent=1))
+        results.append(result)
+    return results
+
+
+def _left_out(part: Part, dry: bool) -> str:
+    """Why a part cannot run; "" if it can."""
+    if part.name != "sanitizer" or (not dry and shutil.which("compute-sanitizer")):
+        return ""
+    return "needs a GPU" if dry else "no compute-sanitizer"
 
 
 def _command(part: Part, dry: bool) -> list[str]:
@@ -126,22 +156,21 @@ def _command(part: Part, dry: bool) -> list[str]:
     return [*(sanitizer if part.name == "sanitizer" else []), *pytest, "-p", "no:cacheprovider", *part.files]
 
 
-def _ended(command: list[str], log: Path, env: dict[str, str]) -> int | None:
-    """The exit code; None if it was ended at the limit. What it prints is shown and kept."""
+def _started(command: list[str], log: Path, env: dict[str, str]) -> subprocess.Popen[bytes]:
+    """A process in a session of its own; what it prints is kept."""
     if command[0] == "compute-sanitizer":  # the allocator would hide what lies beyond a tensor
         env |= {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     with open(log, "w") as file:
-        process = subprocess.Popen(
+        return subprocess.Popen(
             command, cwd=ROOT, env=env, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
         )
-        try:
-            return process.wait(LIMIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            return None
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process, if it is still at work, and what it has started."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _summary(part: Part, code: int | None, printed: str) -> dict[str, Any]:
@@ -204,10 +233,12 @@ def main(arguments: list[str]) -> int:
     name = "no GPU, a dry run" if chosen.dry_run else name
     print(name, flush=True)
     wanted = [part for part in PARTS if part.name in chosen.parts or "all" in chosen.parts]
+    checks = [part for part in wanted if part.is_check]  # most of their time goes to compiling, on the CPU
     results = []
-    for part in wanted:
-        print(f"{part.name}: about {part.minutes} min ...", flush=True)
-        results.append(run(part, chosen.dry_run, name))
+    for group in filter(None, [checks, *([part] for part in wanted if not part.is_check)]):
+        names, minutes = " and ".join(part.name for part in group), max(part.minutes for part in group)
+        print(f"{names}: about {minutes} min ...", flush=True)
+        results += run(group, chosen.dry_run, name)
     print(table())
     return sum(result["state"] in ("failed", "not finished") for result in results)
 

@@ -71,8 +71,24 @@ def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, m
     lines = "created: 2/2 workers\\n2 workers [3 items]\\n[gw0] [ 33%] PASSED a\\n[gw1] [ 66%] FAILED b \\n"
     hanging = [sys.executable, "-c", f"import time; print('{lines}', flush=True); time.sleep(60)"]
     monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: hanging)
-    result = script["run"](script["PARTS"][0], dry=True, name="no GPU")
+    (result,) = script["run"](script["PARTS"][:1], dry=True, name="no GPU")
     assert (result["state"], result["shown"]) == ("not finished", "1 of 3 checks passed")
+
+
+def test_checks_run_side_by_side_and_what_measures_runs_alone(script, tmp_path, monkeypatch):
+    order, logs = tmp_path / "order", tmp_path / "logs"
+    logs.mkdir()
+    monkeypatch.setitem(script["run"].__globals__, "RESULTS", logs)
+    meets = (
+        "import sys, time, pathlib; at = pathlib.Path(sys.argv[1]); at.open('a').write(f'{sys.argv[2]} begins\\n')\n"
+    )
+    meets += "time.sleep(1); at.open('a').write(f'{sys.argv[2]} ends\\n'); print('PASSED x')"
+    command = [sys.executable, "-c", meets, str(order)]
+    monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: [*command, part.name])
+    assert script["main"](["--dry-run", "speed", "overhead", "codecs", "kernels"]) == 0
+    lines = [line.split() for line in order.read_text().splitlines()]
+    assert {tuple(line) for line in lines[:2]} == {("kernels", "begins"), ("codecs", "begins")}
+    assert [" ".join(line) for line in lines[4:]] == ["overhead begins", "overhead ends", "speed begins", "speed ends"]
 
 
 def test_checks_are_found_where_the_script_looks(script):
@@ -126,11 +142,11 @@ def test_memcheck_sees_the_end_of_each_tensor(script, tmp_path, program, expecte
     command.chmod(0o755)
     environment = {"PATH": str(tmp_path)}
     if program != "compute-sanitizer":
-        assert script["_ended"]([str(command)], tmp_path / "log", environment) == 0
+        assert script["_started"]([str(command)], tmp_path / "log", environment).wait() == 0
     else:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PATH", str(tmp_path), prepend=":")
-            assert script["_ended"]([program], tmp_path / "log", environment) == 0
+            assert script["_started"]([program], tmp_path / "log", environment).wait() == 0
     assert (tmp_path / "log").read_text().strip() == expected
 
 
