@@ -7,6 +7,7 @@ import torch
 from helpers.gradients import fingerprint, make_model, train
 from helpers.spawn import spawn
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -225,6 +226,23 @@ def test_models_that_cannot_train_are_refused_by_name():
         model.weight = nn.Parameter(torch.ones(1, 2).expand(2, 2))
         with pytest.raises(ValueError, match=r"elements of parameter 'weight', shape \(2, 2\).*share memory"):
             tw.compress_gradients(model, SPARSE, comm=comm)
+
+    alone(worker)
+
+
+def test_a_model_on_two_devices_is_refused_by_name():
+    def worker(comm):
+        with FakeTensorMode():  # has tensors of devices that the machine lacks
+            model = nn.ParameterDict(
+                {f"on_{kind}": nn.Parameter(torch.empty(2, device=kind)) for kind in ("cpu", "cuda")}
+            )
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for attach in (
+            lambda: tw.compress_gradients(model, SPARSE, comm=comm),
+            lambda: tw.local_updates(model, optimizer, tw.Mean(), 2, comm=comm),
+        ):
+            with pytest.raises(ValueError, match=r"'on_cpu' is on cpu and 'on_cuda' on cuda:0; put them on one device"):
+                attach()
 
     alone(worker)
 

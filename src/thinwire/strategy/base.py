@@ -44,7 +44,7 @@ from .advice import Advisor
 from .attached import register, release, require_unattached
 from .identity import check_identity, describe_tensors, key_of
 from .model.ddp import refuse_ddp
-from .model.models import NamedParameters, check_model
+from .model.models import NamedParameters, check_model, check_one_device
 from .model.optimizer_step import Arguments, refuse_in_backward
 from .model.shards import Replica
 from .nonfinite import NonfiniteSteps
@@ -121,6 +121,7 @@ class AveragerAttachment(Attachment):
     ):
         comm, replicas = runtime.comm, runtime.replicas
         check_model(self.call, model)
+        check_one_device(self.call, parameters)
         require(comm is None or replicas is None, f"{self.call}: comm and replicas both say which workers; give one")
         require(
             comm is None or runtime.layout is None,

@@ -104,6 +104,21 @@ def check_model(call: str, model: nn.Module) -> None:
         )
 
 
+def check_one_device(call: str, parameters: NamedParameters) -> None:
+    """Make sure that the parameters can be encoded together.
+
+    Raises:
+        ValueError: they are on several devices.
+    """
+    name, device = parameters[0][0], local(parameters[0][1]).device
+    for other, p in parameters:
+        require(
+            local(p).device == device,
+            f"{call}: parameter {name!r} is on {device} and {other!r} on {local(p).device}; put them on one device, or give "
+            "the part of the model on each device a strategy of its own",
+        )
+
+
 def refuse_shards(call: str, model: nn.Module) -> None:
     """Raise a ValueError if a tensor of the model is sharded."""
     for name, t in _tensors(model):
