@@ -90,7 +90,7 @@ def default_recursion_limit():
         ("chain(QSGD(bits=4), Huffman(), Huffman())", r"Huffman\(\) is no codec \(at column 1 of"),
         ("chain(3, Huffman())", r"first link must be a codec.*got 3 \(at column 1 of"),
         ("chain(Huffman(), QSGD(bits=4))", r"first link must be a codec.*\(at column 1 of"),
-        ("-" * 5000 + "1", "cannot read '-----.*column 1"),
+        ("-" * 5000 + "1", "(cannot read '-----|only names of algorithms).*column 1"),  # Python 3.13 can
         ("Mean(TopK(" + "-" * 200 + "1))", "only names of algorithms.*column 11"),
         ("[" * 150 + "]" * 150, "nested more than 50 deep.*column 52"),
         ("(" * 5000 + ")" * 5000, "cannot read.*column"),

@@ -7,6 +7,7 @@ threads, runs exit handlers, and destroys what is left.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import ctypes
 import gc
@@ -16,14 +17,16 @@ import subprocess
 import sys
 import tempfile
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
+
+import thinwire.comm.exit
 
 from .spawn import CONTEXT
 
-_all: WeakSet[Program] = WeakSet()
+_all: weakref.WeakSet[Program] = weakref.WeakSet()
 
 
 class Program:
@@ -151,6 +154,9 @@ def _main(function: Callable[..., None], arguments: tuple, environment: dict[str
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher under test blocks signals while it starts the server
     gc.freeze()  # what the server has imported: the collections at the end need not look at it
+    if sys.version_info >= (3, 13):  # `multiprocessing` has cleared what was registered when the server imported it
+        for at_exit in (weakref.finalize._exitfunc, thinwire.comm.exit._end_waits):  # type: ignore[attr-defined]
+            atexit.register(at_exit)
     code = 0
     try:
         function(*arguments)
