@@ -8,6 +8,7 @@ import json
 import os
 import re
 import socket
+import sys
 import threading
 import time
 import urllib.error
@@ -16,9 +17,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from grafana_foundation_sdk.cog.encoder import JSONEncoder
-from grafana_foundation_sdk.cog.plugins import register_default_plugins
-from grafana_foundation_sdk.models.dashboard import Dashboard
 from helpers.program import wait_until
 from helpers.report_runs import write_run
 from helpers.schemas import lost
@@ -199,8 +197,13 @@ def test_serving_goes_with_no_other_way_to_show_a_run(other, remedy, run, capsys
     assert remedy in capsys.readouterr().err
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Grafana's classes need Python 3.11")
 def test_the_dashboard_is_one_of_grafanas_and_asks_for_metrics_that_there_are(run):
     """By Grafana's own classes; and against what Prometheus gets of a run whose rows have every column."""
+    from grafana_foundation_sdk.cog.encoder import JSONEncoder
+    from grafana_foundation_sdk.cog.plugins import register_default_plugins
+    from grafana_foundation_sdk.models.dashboard import Dashboard
+
     (run / "metrics.jsonl").write_text(
         "".join(json.dumps(dict.fromkeys(COLUMNS, step) | {"step": step, "seconds": step}) + "\n" for step in (1, 2))
     )
