@@ -231,6 +231,25 @@ def test_resumed_state_is_the_same_state():
     assert tw.LocalWorld(2).run(worker, True) == tw.LocalWorld(2).run(worker, False)
 
 
+def test_a_parameter_that_is_frozen_later_stays_as_it_is():
+    def worker(comm):
+        model = make_model()
+        optimizer = optimizer_of(model)  # with momentum and weight decay
+        with tw.compress_gradients(model, SPARSE, comm=comm):
+            for step in range(3):
+                if step == 2:
+                    model.left.requires_grad_(False)
+                    before = fingerprint(model.left)
+                optimizer.zero_grad()
+                x, y = batch(comm.rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert fingerprint(model.left) == before
+        return fingerprint(model)
+
+    assert len(set(tw.LocalWorld(2).run(worker))) == 1
+
+
 def test_mistakes_have_one_clear_line():
     with contextlib.ExitStack() as stack:
         if not dist.is_initialized():
