@@ -10,6 +10,7 @@ import torch
 from helpers.spawn import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 
@@ -33,6 +34,17 @@ def test_an_optimizer_that_steps_in_backward_is_refused():
                 p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
             with pytest.raises(ValueError, match="SGD steps during the backward pass"):
                 model(torch.ones(1, 3)).sum().backward()
+
+    in_process(worker)
+
+
+def test_a_backward_pass_inside_of_another_one_is_refused():
+    def worker(comm):
+        model = two_layers()
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            hidden = checkpoint(model[0], torch.ones(1, 3, requires_grad=True), use_reentrant=True)
+            with pytest.raises(ValueError, match="inside of another one.*set use_reentrant=False"):
+                model[1](hidden).sum().backward()
 
     in_process(worker)
 

@@ -96,6 +96,12 @@ class GradientBuckets:
         self._launch(tensors, local(tensors[0][1]), i == 0, i == len(self._buckets) - 1)
 
     def _finish_backward(self) -> None:
+        require(
+            torch._C._current_autograd_node() is None,
+            "a part of the model runs a backward pass of its own inside of another one, such as by checkpoint(..., "
+            "use_reentrant=True), which would be averaged apart; set use_reentrant=False, or wrap the model in "
+            "DistributedDataParallel",
+        )
         while self._num_launched < len(self._buckets):
             self._launch_next()
 
