@@ -1,4 +1,4 @@
-"""What an averager gives does not depend on how a tensor lies in memory."""
+"""What an averager gives does not depend on how a tensor lies in memory, nor on its number of dimensions."""
 
 from __future__ import annotations
 
@@ -39,3 +39,16 @@ def test_transposed_tensors_are_averaged_as_contiguous_ones(averager):
     for a, b in zip(found, expected, strict=True):
         for x, y in zip(a, b, strict=True):
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
+def test_a_tensor_without_dimensions_is_averaged(averager, dtype):
+    def worker(comm):
+        x = torch.tensor(2.0 * comm.rank, dtype=dtype)
+        tensors = [("scale", x), ("weight", torch.ones(2, 3))]
+        averager.step(averager.init(tensors, comm), tensors, comm).wait()
+        return x.item()
+
+    found = tw.LocalWorld(2).run(worker)
+    assert sum(found) == pytest.approx(2.0)

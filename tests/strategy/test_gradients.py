@@ -13,6 +13,7 @@ from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 
@@ -143,6 +144,35 @@ def test_a_loss_scaler_skips_the_step_on_every_worker_and_memory_stays():
     assert all(scales[2] == scales[1] / 2 for scales, *_ in results)
 
 
+def reentrant_worker(comm):
+    """Each layer has a bucket. The first and the last one are reduced in backward passes inside of the model's."""
+    net = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    ddp, optimizer = DistributedDataParallel(Checkpointed(net), bucket_cap_mb=1e-4), optimizer_of(net)
+    with tw.compress_gradients(ddp, SPARSE) as handle:
+        for step in range(4):
+            before = fingerprint(net)
+            optimizer.zero_grad()
+            ddp(batch(comm.rank, step)[0]).sum().mul(float("inf") if step == 2 else 1.0).backward()
+            optimizer.step()
+            assert (fingerprint(net) == before) == (step == 2)
+        assert handle.num_skipped == 1
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+
+    def forward(self, x):
+        x = checkpoint(self.net[0], x.requires_grad_(), use_reentrant=True)
+        return checkpoint(self.net[2], self.net[1](x), use_reentrant=True)
+
+
+@pytest.mark.filterwarnings("ignore:Gradients. a step was not finite")
+def test_a_step_that_is_not_finite_is_skipped_under_reentrant_checkpoints():
+    spawn(2, reentrant_worker)
+
+
 def broken_backward_worker(comm):
     """An error that the loop survives: the next backward begins a new round."""
     model = make_model()
@@ -229,6 +259,25 @@ def test_resumed_state_is_the_same_state():
         return fingerprint(model)
 
     assert tw.LocalWorld(2).run(worker, True) == tw.LocalWorld(2).run(worker, False)
+
+
+def test_a_parameter_that_is_frozen_later_stays_as_it_is():
+    def worker(comm):
+        model = make_model()
+        optimizer = optimizer_of(model)  # with momentum and weight decay
+        with tw.compress_gradients(model, SPARSE, comm=comm):
+            for step in range(3):
+                if step == 2:
+                    model.left.requires_grad_(False)
+                    before = fingerprint(model.left)
+                optimizer.zero_grad()
+                x, y = batch(comm.rank, step)
+                nn.functional.cross_entropy(model(x), y).backward()
+                optimizer.step()
+        assert fingerprint(model.left) == before
+        return fingerprint(model)
+
+    assert len(set(tw.LocalWorld(2).run(worker))) == 1
 
 
 def test_mistakes_have_one_clear_line():

@@ -163,7 +163,7 @@ def test_another_optimizer_over_the_parameters_is_an_error(kind):
 
 
 class Layouts(nn.Module):
-    """Parameters and buffers that are not contiguous, and a buffer whose elements share memory."""
+    """Parameters and buffers that are not contiguous or have no dimensions, and a buffer whose elements share memory."""
 
     def __init__(self, rank):
         super().__init__()
@@ -171,6 +171,7 @@ class Layouts(nn.Module):
         images = torch.randn(2, 3, 4, 4, generator=generator)
         self.convolution = nn.Parameter(images.to(memory_format=torch.channels_last))
         self.transposed = nn.Parameter(torch.randn(5, 3, generator=generator).t())
+        self.scale = nn.Parameter(torch.randn((), generator=generator))
         self.register_buffer("slices", torch.randn(4, 6, generator=generator)[:, ::2])
         self.register_buffer("expanded", torch.randn(1, generator=generator).expand(4))
 
@@ -200,7 +201,7 @@ def test_tensors_need_not_be_contiguous(kind):
         assert kept
         for name, t in Layouts(0).state_dict().items():
             assert torch.equal(start[name], t), name
-        for name in ("convolution", "transposed"):
+        for name in ("convolution", "transposed", "scale"):
             assert torch.allclose(end[name], start[name] - 0.5, atol=1e-3)
 
 

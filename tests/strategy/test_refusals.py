@@ -10,6 +10,7 @@ import torch
 from helpers.spawn import spawn
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
 
@@ -33,6 +34,17 @@ def test_an_optimizer_that_steps_in_backward_is_refused():
                 p.register_post_accumulate_grad_hook(lambda p: optimizers[p].step())
             with pytest.raises(ValueError, match="SGD steps during the backward pass"):
                 model(torch.ones(1, 3)).sum().backward()
+
+    in_process(worker)
+
+
+def test_a_backward_pass_inside_of_another_one_is_refused():
+    def worker(comm):
+        model = two_layers()
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            hidden = checkpoint(model[0], torch.ones(1, 3, requires_grad=True), use_reentrant=True)
+            with pytest.raises(ValueError, match="inside of another one.*set use_reentrant=False"):
+                model[1](hidden).sum().backward()
 
     in_process(worker)
 
@@ -272,6 +284,30 @@ def test_swapped_arguments_are_told_so():
             ValueError, match=r"is the optimizer or None, got '?Gradients\(Mean\(\)\)'?; write attach\("
         ):
             tw.attach(nn.Linear(1, 1), strategy)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"comm": "gloo"},
+            "comm must be a communicator of thinwire, or None, got 'gloo'; give a process group as replicas=",
+        ),
+        ({"scaler": True}, "scaler must be a torch.amp.GradScaler, or None, got True"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"optimizer": []}, "optimizer must be one of torch.optim, or None, got []"),
+        ({"fragments": None}, "Local: fragments must be a number, or lists of patterns, got None"),
+        (
+            {"state_every": ["exp_avg"]},
+            "Local: state_every must be periods by name, such as {'exp_avg': 60}, got ['exp_avg']",
+        ),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused(options, message):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tw.local_updates(**{"model": model, "optimizer": sgd(model), "averager": tw.Mean(), "every": 2} | options)
 
 
 def compiled_worker(comm):

@@ -161,7 +161,7 @@ class ParameterRounds:
     def _change_buffers(self) -> NamedTensors:
         if not self._changes:
             self._changes = [
-                (name, debug.empty(*p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device))
+                (name, debug.empty(p.shape, dtype=torch.promote_types(p.dtype, torch.float32), device=p.device))
                 for name, p in self.live.tensors()
             ]
         return self._changes

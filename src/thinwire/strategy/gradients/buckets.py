@@ -3,6 +3,9 @@
 Buckets take parameters in reverse order, which is about the order in which their gradients arrive. A bucket is launched
 when all of its gradients have been accumulated and all buckets before it have been launched. So all workers launch buckets
 in the same order. At the end of backward, the remaining buckets are launched with zeros for missing gradients.
+
+A parameter that was frozen since is sent, because rounds are the same on all workers, but `grad` stays None: with zeros, the
+optimizer would still apply decay and momentum.
 """
 
 from __future__ import annotations
@@ -75,6 +78,9 @@ class GradientBuckets:
         i = self._num_launched
         tensors = []
         for name, p in self._buckets[i]:
+            if p.grad is None and not p.requires_grad:
+                tensors.append((name, torch.zeros_like(p)))
+                continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
             require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
@@ -90,6 +96,12 @@ class GradientBuckets:
         self._launch(tensors, local(tensors[0][1]), i == 0, i == len(self._buckets) - 1)
 
     def _finish_backward(self) -> None:
+        require(
+            torch._C._current_autograd_node() is None,
+            "a part of the model runs a backward pass of its own inside of another one, such as by checkpoint(..., "
+            "use_reentrant=True), which would be averaged apart; set use_reentrant=False, or wrap the model in "
+            "DistributedDataParallel",
+        )
         while self._num_launched < len(self._buckets):
             self._launch_next()
 

@@ -67,7 +67,8 @@ class Gradients(Averaging[GradientCompression]):
 
     A model in `DistributedDataParallel` keeps its buckets; `no_sync`, `find_unused_parameters`, `static_graph` and
     `gradient_as_bucket_view` work as usual. A plain module gets our own buckets, and its parameters and buffers are first
-    made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others.
+    made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others. One that
+    all workers freeze later gets no gradient any more.
 
     Of a model under `fully_shard(model, mesh=mesh["shard"])` each worker averages the shards of its gradients with those of
     the other replicas, `replicas=mesh["replicate"]`: HSDP with a thin wire between replicas. Memory has the size of a shard.

@@ -70,7 +70,7 @@ class GradientRounds:
         self._finishing: list[Handle] = []
         self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
         self._scale = 1.0
-        self._is_open = self._is_broken = self._is_abandoned = self._is_in_backward = False
+        self._is_open = self._is_broken = self._is_abandoned = False
         self._is_finite = True
         self._has_all = False
         self._culprit: str | None = None
@@ -91,8 +91,11 @@ class GradientRounds:
         self._held.append((tensors, future, buffer))
         if last or not (self._averager.traits.whole_model or self._order is not None):
             self._step(last)
-        if last and not self._is_in_backward:
+        if last and torch._C._current_graph_task_id() == -1:
             self._end_backward()
+        elif last:
+            # Not queued with the first bucket, whose backward pass may be a part's, inside of another one.
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return future
 
     def close(self) -> None:
@@ -128,9 +131,6 @@ class GradientRounds:
         self._culprit, self.skips = None, False
         # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
-        self._is_in_backward = torch._C._current_graph_task_id() != -1
-        if self._is_in_backward:
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
@@ -185,7 +185,6 @@ class GradientRounds:
         return not has_streams(self._device) or self._averager.sends_while_waiting(self._state)
 
     def _end_backward(self) -> None:
-        self._finish_late()  # also where the last bucket was never launched: DDP raises that in its next forward
         with self._state.clock("blocked"):
             try:
                 for task in self._finishing:

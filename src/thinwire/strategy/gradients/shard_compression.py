@@ -158,7 +158,7 @@ class _Collective:
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer of FSDP, which it writes itself."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        return torch.empty(size, dtype=dtype, device=device)
 
 
 class _AllGather(_Collective):

@@ -215,7 +215,7 @@ def _reduce(job: Job, received: list[Tensor], dense_mean: Tensor, shard: Shard) 
     """The means of the decoded pieces, added in rank order; that of the dense pieces is added to `dense_mean`."""
     weight = 1.0 / job.comm.size
     payloads = add_dense(received, dense_mean, weight)
-    mean = [debug.empty(*piece.shape, device=piece.device) for piece in shard.pieces]
+    mean = [debug.empty(piece.shape, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
     job.of(shard.positions).decode(payloads, mean, weight, keys)
     return mean
