@@ -133,6 +133,24 @@ class Careless(tw.Cast):
 
 
 @dataclass(frozen=True, repr=False)
+class Biased(tw.codec.SignNorm):
+    """Claims that its noise has no mean."""
+
+    @property
+    def traits(self):
+        return replace(super().traits, unbiased=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Drawing(tw.Cast):
+    """Draws from the global random numbers to decode."""
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        torch.rand(1)
+        super().decode_add_segments(payload, outs, weight, keys)
+
+
+@dataclass(frozen=True, repr=False)
 class Hasty(tw.ErrorFeedback):
     """Changes memory before commit."""
 
@@ -208,6 +226,8 @@ class Own(tw.Mix):
         (lambda: check_codec(Oversized(), named=False), "nbytes says"),
         (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
         (lambda: check_codec(Careless(), named=False), "the residual is not"),
+        (lambda: check_codec(Biased(), named=False), "is not unbiased"),
+        (lambda: check_codec(Drawing(), named=False), "touched the global random state"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
         (
             lambda: check_averager(tw.Mean(tw.TopK(0.1), Misdeclared()), sizes=(2,), named=False),
