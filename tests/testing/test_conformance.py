@@ -11,7 +11,9 @@ from helpers.codecs import CODECS, ONE_OF_EACH
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.membership import State, shared
+from thinwire.average.base import check_agreement
+from thinwire.comm import Handle
+from thinwire.membership import State, own, pending, shared
 from thinwire.memory import ErrorFeedbackState
 from thinwire.testing import check_averager, check_codec, check_communicator, check_memory, check_traits
 
@@ -159,6 +161,22 @@ class Hasty(tw.ErrorFeedback):
         return super().compensate(state, name, gradient, scale)
 
 
+@dataclass(frozen=True, repr=False)
+class Absent(tw.ErrorFeedback):
+    """Never commits."""
+
+    def commit(self, state):
+        self.discard(state)
+
+
+@dataclass(frozen=True, repr=False)
+class Noisy(tw.ErrorFeedback):
+    """Draws from the global random numbers."""
+
+    def compensate(self, state, name, gradient, scale=1.0):
+        return super().compensate(state, name, gradient, scale).add_(torch.rand(1))
+
+
 @dataclass
 class MisdeclaredState(ErrorFeedbackState):
     """Says that its residual is the same on all workers."""
@@ -219,6 +237,98 @@ class Own(tw.Mix):
         return replace(super().traits, gives_one_mean=True)
 
 
+@dataclass
+class RoundingState(State):
+    """By name: what rounding to float16 lost, and what it loses in this round."""
+
+    error: dict[str, torch.Tensor] = own()
+    lost: dict[str, torch.Tensor] = pending(default_factory=dict)
+    finite: bool = pending(default=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Rounding(tw.average.Averager):
+    """A right averager: the mean of `half(g + e)`, with error feedback. Those below break one rule each."""
+
+    def init(self, tensors, comm, seed=0):
+        check_agreement(self, tensors, comm, seed)
+        return self._state(tensors)
+
+    def step(self, state, tensors, comm, scale=1.0):
+        for name, t in tensors:
+            x = t / scale + state.error[name]
+            t.copy_(x.half().float() * scale)
+            state.lost[name] = x - x.half()
+        handles = [comm.all_reduce(t) for _, t in tensors]
+
+        def finish():
+            for handle, (_, t) in zip(handles, tensors, strict=True):
+                handle.wait()
+                t /= comm.size
+                state.finite = state.finite and bool(t.isfinite().all())
+
+        return Handle(finish)
+
+    def commit(self, state):
+        finite = state.finite
+        if finite:
+            state.error.update(state.lost)
+        self.discard(state)
+        return finite
+
+    @staticmethod
+    def _state(tensors):
+        return RoundingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
+@dataclass(frozen=True, repr=False)
+class Unchecked(Rounding):
+    """Does not compare what workers have."""
+
+    def init(self, tensors, comm, seed=0):
+        return self._state(tensors)
+
+
+@dataclass(frozen=True, repr=False)
+class Poisoned(Rounding):
+    """Keeps what an infinite round lost, which is not a number."""
+
+    def commit(self, state):
+        state.error.update(state.lost)
+        return super().commit(state)
+
+
+@dataclass(frozen=True, repr=False)
+class Sticky(Rounding):
+    """Commits no round after an infinite one."""
+
+    def discard(self, state):
+        finite = state.finite
+        super().discard(state)
+        state.finite = finite
+
+
+@dataclass(frozen=True, repr=False)
+class Unscaled(Rounding):
+    """Ignores the loss scale."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        return super().step(state, tensors, comm)
+
+
+@dataclass(frozen=True, repr=False)
+class Tossing(Rounding):
+    """Draws from the global random numbers."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        torch.rand(1)
+        return super().step(state, tensors, comm, scale)
+
+
+def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
+    check_averager(Rounding(), sizes=(1, 2), named=False)
+
+
 @pytest.mark.parametrize(
     "check, message",
     [
@@ -229,11 +339,18 @@ class Own(tw.Mix):
         (lambda: check_codec(Biased(), named=False), "is not unbiased"),
         (lambda: check_codec(Drawing(), named=False), "touched the global random state"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
+        (lambda: check_memory(Absent(), named=False), "commit keeps nothing"),
+        (lambda: check_memory(Noisy(), named=False), "touched the global random state"),
         (
             lambda: check_averager(tw.Mean(tw.TopK(0.1), Misdeclared()), sizes=(2,), named=False),
             "what is shared has other bits on rank 1",
         ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
+        (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
+        (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
+        (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
+        (lambda: check_averager(Tossing(), sizes=(2,), named=False), "touched the global random state"),
     ],
 )
 def test_broken_algorithms_are_found(check, message):
