@@ -15,7 +15,15 @@ from thinwire.average.base import check_agreement
 from thinwire.comm import Handle
 from thinwire.membership import State, own, pending, shared
 from thinwire.memory import ErrorFeedbackState
-from thinwire.testing import check_averager, check_codec, check_communicator, check_memory, check_traits
+from thinwire.testing import (
+    check_averager,
+    check_codec,
+    check_communicator,
+    check_memory,
+    check_topology,
+    check_traits,
+)
+from thinwire.topology.base import Neighbours
 
 
 @pytest.mark.parametrize("codec", ONE_OF_EACH, ids=repr)
@@ -87,6 +95,9 @@ def test_averagers_of_gradients_keep_the_contract(averager):
 @pytest.mark.parametrize("averager", GOSSIP, ids=repr)
 def test_gossip_averagers_keep_the_contract(averager):
     check_averager(averager, sizes=(1, 4))
+
+
+TWO_PHASES = tw.topology.Phases(phases=((0, tw.Exponential(peers=2)), (3, tw.Ring())), steps_per_epoch=2)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -356,6 +367,59 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
 def test_broken_algorithms_are_found(check, message):
     with pytest.raises(AssertionError, match=message):
         check()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [tw.Ring(), tw.topology.Star(), tw.Exponential(peers=2), tw.topology.RandomPairs(num_steps=5), TWO_PHASES],
+    ids=repr,
+)
+def test_topologies_keep_the_contract(topology):
+    check_topology(topology, sizes=(1, 4, 8))
+
+
+@dataclass(frozen=True, repr=False)
+class Shifts(tw.topology.Topology):
+    """Each worker sends to the rank that is `distance` further on, with `weight`, and receives with `received`."""
+
+    distance: int = 1
+    weight: float = 0.5
+    received: float = 0.5
+    kept: float = 0.5
+    moves: bool = False
+
+    def _neighbours(self, rank, step, size):
+        distance = self.distance + step * self.moves
+        sends, receives = {(rank + distance) % size: self.weight}, {(rank - distance) % size: self.received}
+        return Neighbours(sends, receives, self.kept)
+
+
+def test_a_topology_from_scratch_keeps_the_contract():
+    check_topology(Shifts(), sizes=(1, 2, 5), named=False)
+
+
+@pytest.mark.parametrize(
+    "topology, message",
+    [
+        (Shifts(received=0.25), "the weight is 0.5 for the sender and 0.25 for the receiver"),
+        (Shifts(distance=5), "from 0 to 0: a peer must be another worker"),
+        (Shifts(weight=-0.5, received=-0.5, kept=1.5), "the weight must be positive"),
+        (Shifts(kept=0.25), "is used 0.75 times"),
+        (Shifts(moves=True), "step 1 is not step 0 again"),
+    ],
+)
+def test_broken_topologies_are_found(topology, message):
+    with pytest.raises(AssertionError, match=message):
+        check_topology(topology, sizes=(5,), named=False)
+
+
+def test_a_disconnected_topology_is_found_and_refused_by_gossip():
+    """Averagers that tell all others something waited for ever."""
+    pairs = Shifts(distance=2)
+    with pytest.raises(ValueError, match="does not connect 4 workers"):
+        check_topology(pairs, sizes=(4,), named=False)
+    with pytest.raises(ValueError, match="does not connect 4 workers"):
+        check_averager(tw.Choco(pairs), sizes=(4,), named=False)
 
 
 def test_a_communicator_that_adds_wrongly_is_found():
