@@ -297,6 +297,15 @@ def test_a_loss_scale_changes_nothing(exchange, size, nodes, memory):
         assert_equal(memories(state_a), memories(state_b))
 
 
+@pytest.mark.parametrize(
+    "codec", [tw.Threshold(1.5), tw.chain(tw.Threshold(1.5), tw.QSGD(bits=4)), tw.RandomK(0.5)], ids=repr
+)
+def test_a_loss_scale_changes_nothing_without_memory(codec):
+    plain, scaled = (tw.LocalWorld(2).run(run_steps, tw.Mean(codec), 3, s) for s in (1.0, 1024.0))
+    for (a, _), (b, _) in zip(plain, scaled, strict=True):
+        assert_equal(a, b)
+
+
 def memories(state):
     """Copies of all memories of a worker."""
     saved = state.state_dict()

@@ -11,9 +11,19 @@ from helpers.codecs import CODECS, ONE_OF_EACH
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.membership import State, shared
+from thinwire.average.base import check_agreement
+from thinwire.comm import Handle
+from thinwire.membership import State, own, pending, shared
 from thinwire.memory import ErrorFeedbackState
-from thinwire.testing import check_averager, check_codec, check_communicator, check_memory, check_traits
+from thinwire.testing import (
+    check_averager,
+    check_codec,
+    check_communicator,
+    check_memory,
+    check_topology,
+    check_traits,
+)
+from thinwire.topology.base import Neighbours
 
 
 @pytest.mark.parametrize("codec", ONE_OF_EACH, ids=repr)
@@ -87,6 +97,9 @@ def test_gossip_averagers_keep_the_contract(averager):
     check_averager(averager, sizes=(1, 4))
 
 
+TWO_PHASES = tw.topology.Phases(phases=((0, tw.Exponential(peers=2)), (3, tw.Ring())), steps_per_epoch=2)
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_threads_keep_the_contract(size):
     check_communicator(tw.LocalWorld(size).run)
@@ -133,12 +146,46 @@ class Careless(tw.Cast):
 
 
 @dataclass(frozen=True, repr=False)
+class Biased(tw.codec.SignNorm):
+    """Claims that its noise has no mean."""
+
+    @property
+    def traits(self):
+        return replace(super().traits, unbiased=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Drawing(tw.Cast):
+    """Draws from the global random numbers to decode."""
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        torch.rand(1)
+        super().decode_add_segments(payload, outs, weight, keys)
+
+
+@dataclass(frozen=True, repr=False)
 class Hasty(tw.ErrorFeedback):
     """Changes memory before commit."""
 
     def compensate(self, state, name, gradient, scale=1.0):
         state.residual[name] += 1
         return super().compensate(state, name, gradient, scale)
+
+
+@dataclass(frozen=True, repr=False)
+class Absent(tw.ErrorFeedback):
+    """Never commits."""
+
+    def commit(self, state):
+        self.discard(state)
+
+
+@dataclass(frozen=True, repr=False)
+class Noisy(tw.ErrorFeedback):
+    """Draws from the global random numbers."""
+
+    def compensate(self, state, name, gradient, scale=1.0):
+        return super().compensate(state, name, gradient, scale).add_(torch.rand(1))
 
 
 @dataclass
@@ -201,6 +248,98 @@ class Own(tw.Mix):
         return replace(super().traits, gives_one_mean=True)
 
 
+@dataclass
+class RoundingState(State):
+    """By name: what rounding to float16 lost, and what it loses in this round."""
+
+    error: dict[str, torch.Tensor] = own()
+    lost: dict[str, torch.Tensor] = pending(default_factory=dict)
+    finite: bool = pending(default=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Rounding(tw.average.Averager):
+    """A right averager: the mean of `half(g + e)`, with error feedback. Those below break one rule each."""
+
+    def init(self, tensors, comm, seed=0):
+        check_agreement(self, tensors, comm, seed)
+        return self._state(tensors)
+
+    def step(self, state, tensors, comm, scale=1.0):
+        for name, t in tensors:
+            x = t / scale + state.error[name]
+            t.copy_(x.half().float() * scale)
+            state.lost[name] = x - x.half()
+        handles = [comm.all_reduce(t) for _, t in tensors]
+
+        def finish():
+            for handle, (_, t) in zip(handles, tensors, strict=True):
+                handle.wait()
+                t /= comm.size
+                state.finite = state.finite and bool(t.isfinite().all())
+
+        return Handle(finish)
+
+    def commit(self, state):
+        finite = state.finite
+        if finite:
+            state.error.update(state.lost)
+        self.discard(state)
+        return finite
+
+    @staticmethod
+    def _state(tensors):
+        return RoundingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
+@dataclass(frozen=True, repr=False)
+class Unchecked(Rounding):
+    """Does not compare what workers have."""
+
+    def init(self, tensors, comm, seed=0):
+        return self._state(tensors)
+
+
+@dataclass(frozen=True, repr=False)
+class Poisoned(Rounding):
+    """Keeps what an infinite round lost, which is not a number."""
+
+    def commit(self, state):
+        state.error.update(state.lost)
+        return super().commit(state)
+
+
+@dataclass(frozen=True, repr=False)
+class Sticky(Rounding):
+    """Commits no round after an infinite one."""
+
+    def discard(self, state):
+        finite = state.finite
+        super().discard(state)
+        state.finite = finite
+
+
+@dataclass(frozen=True, repr=False)
+class Unscaled(Rounding):
+    """Ignores the loss scale."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        return super().step(state, tensors, comm)
+
+
+@dataclass(frozen=True, repr=False)
+class Tossing(Rounding):
+    """Draws from the global random numbers."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        torch.rand(1)
+        return super().step(state, tensors, comm, scale)
+
+
+def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
+    check_averager(Rounding(), sizes=(1, 2), named=False)
+
+
 @pytest.mark.parametrize(
     "check, message",
     [
@@ -208,17 +347,79 @@ class Own(tw.Mix):
         (lambda: check_codec(Oversized(), named=False), "nbytes says"),
         (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
         (lambda: check_codec(Careless(), named=False), "the residual is not"),
+        (lambda: check_codec(Biased(), named=False), "is not unbiased"),
+        (lambda: check_codec(Drawing(), named=False), "touched the global random state"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
+        (lambda: check_memory(Absent(), named=False), "commit keeps nothing"),
+        (lambda: check_memory(Noisy(), named=False), "touched the global random state"),
         (
             lambda: check_averager(tw.Mean(tw.TopK(0.1), Misdeclared()), sizes=(2,), named=False),
             "what is shared has other bits on rank 1",
         ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
+        (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
+        (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
+        (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
+        (lambda: check_averager(Tossing(), sizes=(2,), named=False), "touched the global random state"),
     ],
 )
 def test_broken_algorithms_are_found(check, message):
     with pytest.raises(AssertionError, match=message):
         check()
+
+
+@pytest.mark.parametrize(
+    "topology",
+    [tw.Ring(), tw.topology.Star(), tw.Exponential(peers=2), tw.topology.RandomPairs(num_steps=5), TWO_PHASES],
+    ids=repr,
+)
+def test_topologies_keep_the_contract(topology):
+    check_topology(topology, sizes=(1, 4, 8))
+
+
+@dataclass(frozen=True, repr=False)
+class Shifts(tw.topology.Topology):
+    """Each worker sends to the rank that is `distance` further on, with `weight`, and receives with `received`."""
+
+    distance: int = 1
+    weight: float = 0.5
+    received: float = 0.5
+    kept: float = 0.5
+    moves: bool = False
+
+    def _neighbours(self, rank, step, size):
+        distance = self.distance + step * self.moves
+        sends, receives = {(rank + distance) % size: self.weight}, {(rank - distance) % size: self.received}
+        return Neighbours(sends, receives, self.kept)
+
+
+def test_a_topology_from_scratch_keeps_the_contract():
+    check_topology(Shifts(), sizes=(1, 2, 5), named=False)
+
+
+@pytest.mark.parametrize(
+    "topology, message",
+    [
+        (Shifts(received=0.25), "the weight is 0.5 for the sender and 0.25 for the receiver"),
+        (Shifts(distance=5), "from 0 to 0: a peer must be another worker"),
+        (Shifts(weight=-0.5, received=-0.5, kept=1.5), "the weight must be positive"),
+        (Shifts(kept=0.25), "is used 0.75 times"),
+        (Shifts(moves=True), "step 1 is not step 0 again"),
+    ],
+)
+def test_broken_topologies_are_found(topology, message):
+    with pytest.raises(AssertionError, match=message):
+        check_topology(topology, sizes=(5,), named=False)
+
+
+def test_a_disconnected_topology_is_found_and_refused_by_gossip():
+    """Averagers that tell all others something waited for ever."""
+    pairs = Shifts(distance=2)
+    with pytest.raises(ValueError, match="does not connect 4 workers"):
+        check_topology(pairs, sizes=(4,), named=False)
+    with pytest.raises(ValueError, match="does not connect 4 workers"):
+        check_averager(tw.Choco(pairs), sizes=(4,), named=False)
 
 
 def test_a_communicator_that_adds_wrongly_is_found():

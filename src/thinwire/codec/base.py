@@ -274,6 +274,10 @@ class Codec(Algorithm, ABC):
         """The same codec for segments whose blocks have `size` elements: parts that keep k of each block still do."""
         return self.map(lambda part: part.in_blocks(size))
 
+    def under_scale(self, factor: float) -> Codec:
+        """The codec that treats tensors multiplied by `factor` as this one treats the tensors."""
+        return self.map(lambda part: part.under_scale(factor))
+
     def _links(self) -> tuple[Algorithm, ...]:
         """The arguments of `chain` that make this codec; the codec itself if it is no chain."""
         return (self,)

@@ -11,6 +11,7 @@ from .communicator import check_communicator
 from .fuzz import fuzz_codec
 from .lockstep import gossip_in_lockstep
 from .memory import check_memory
+from .topology import check_topology
 
 __all__ = [
     "check_averager",
@@ -19,6 +20,7 @@ __all__ = [
     "check_encoding",
     "check_memory",
     "check_robust",
+    "check_topology",
     "check_traits",
     "fuzz_codec",
     "gossip_in_lockstep",

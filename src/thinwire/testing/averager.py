@@ -26,7 +26,9 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
     saved and loaded state. A round that is given up leaves no trace; on another number of workers what is a worker's own
     keeps its mean, and what is shared its bits. `commit` reports a round with an infinity on the workers that received it,
     also where a finite result is too large for a tensor's type; an averager with `leaves_out_nonfinite` leaves a finite
-    result without that worker.
+    result without that worker. A round that is not committed leaves what is a worker's own as it was, and later rounds are
+    committed. A loss scale of a power of two does not change the results of averagers of gradients. Workers with different
+    tensors fail together in `init`. No global random state is changed.
 
     Args:
         averager: the averager to check.
@@ -44,11 +46,13 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
     if named:
         assert parse(repr(averager)) == averager, f"parse({averager!r}) gives another averager"
     for size in sizes:
-        world = LocalWorld(size)
+        world, random_state = LocalWorld(size), torch.get_rng_state()
         plain = world.run(_rounds, averager, None)
+        assert torch.equal(torch.get_rng_state(), random_state), f"{averager} touched the global random state"
         again = world.run(_rounds, averager, None)
         resumed = world.run(_rounds, averager, 3)
         world.run(_overflowing, averager)
+        assert size == 1 or all(world.run(_disagreeing, averager)), f"{averager}: init accepts tensors that differ"
         for rank in range(size):
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
             assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
@@ -57,6 +61,8 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
         if averager.traits.gives_one_mean:
             for rank in range(size):
                 assert _same(plain[rank], plain[0]), f"{averager}: rank {rank} of {size} has other bits than rank 0"
+            scaled = world.run(_rounds, averager, None, 4.0)
+            assert _same(scaled[0], plain[0]), f"{averager}, {size} workers: the loss scale changes results"
             finite = world.run(_infinite, averager)
             if averager.traits.leaves_out_nonfinite and size > 1:
                 assert all(finite), f"{averager}, {size} workers: one infinite worker stopped a round"
@@ -97,7 +103,8 @@ def _check_gossip(averager: Averager, results: list[tuple[Tensor, Tensor]]) -> N
     assert len(results) > 1 or torch.equal(before, after), f"{averager}: a lone worker was changed"
 
 
-def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> list[Tensor]:
+def _rounds(comm: Communicator, averager: Averager, resume_at: int | None, growth: float = 1.0) -> list[Tensor]:
+    """The unscaled results of the last of six rounds; the loss scale grows by a factor from round to round."""
     tensors = _tensors(comm.rank, 0)
     state = averager.init(tensors, comm, seed=5)
     for step in range(6):
@@ -112,21 +119,36 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None) -> li
         for (_, t), (_, value) in zip(tensors, _tensors(comm.rank, step), strict=True):
             # Gossip averages parameters, so later rounds go on from what it left.
             if averager.traits.gives_one_mean or step == 0:
-                t.copy_(value)
-        averager.step(state, tensors, comm).wait()
+                t.copy_(value * growth**step)
+        averager.step(state, tensors, comm, growth**step).wait()
         assert averager.commit(state), f"{averager}: a finite round is called not finite"
-    return [t for _, t in tensors]
+    return [t / growth**step for _, t in tensors]
+
+
+def _disagreeing(comm: Communicator, averager: Averager) -> bool:
+    """Whether `init` refuses a tensor that has another name on the last worker."""
+    first, *others = _tensors(comm.rank, 0)
+    try:
+        averager.init([first if comm.rank < comm.size - 1 else ("other", first[1]), *others], comm)
+    except ValueError:
+        return True
+    return False
 
 
 def _infinite(comm: Communicator, averager: Averager) -> bool:
     tensors = _tensors(comm.rank, 0)
     state = averager.init(tensors, comm)
+    before = of_kind(state, "own")
     if comm.rank == comm.size - 1:
         # On one worker alone: the others learn of it by the exchange.
         tensors[0][1][3, 3] = float("inf")
     averager.step(state, tensors, comm).wait()
     committed = averager.commit(state)
     assert committed == all(bool(t.isfinite().all()) for _, t in tensors), f"{averager}: commit says {committed}"
+    is_kept = committed or same(of_kind(state, "own"), before)
+    assert is_kept, f"{averager}: a round that was not committed changed memory"
+    averager.step(state, _tensors(comm.rank, 1), comm).wait()
+    assert averager.commit(state), f"{averager}: a finite round after an infinite one is called not finite"
     return committed
 
 

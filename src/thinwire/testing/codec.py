@@ -16,7 +16,7 @@ from ..notation import parse
 
 # 1500 and 9100 elements fill several buckets of 512 and leave a shorter last one.
 SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
-GUARD, NUM_CORRUPT = 3.0, 30
+GUARD, NUM_CORRUPT, NUM_KEYS = 3.0, 30, 100
 
 
 def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "cpu") -> None:
@@ -24,8 +24,8 @@ def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "
 
     Sizes are exact or bounds; the input is not changed; the residual is `x - decode(encode(x))` and may be `x` itself;
     bytes are a function of input and key alone, the same from both kernel backends; `decode_add` and `decode_sum`
-    accumulate; segments are independent; infinite and NaN elements are never lost; a payload may start at any address;
-    a payload of a wrong size is an error; a corrupt payload changes nothing outside the output.
+    accumulate; segments are independent; the codec's traits hold; infinite and NaN elements are never lost; a payload may
+    start at any address; a payload of a wrong size is an error; a corrupt payload changes nothing outside the output.
 
     Args:
         codec: the codec to check.
@@ -99,7 +99,7 @@ def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
 
 
 def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
-    """Check what a codec says of itself in `traits`, but for `unbiased`, which needs many keys.
+    """Check what a codec says of itself in `traits`.
 
     Args:
         codec: the codec to check.
@@ -126,6 +126,8 @@ def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
             f"{codec} depends on shapes: set needs_shape"
         )
         assert codec.nbytes(torch.Size([30, 20])) == codec.nbytes(600), f"{codec} is not sized by numbers of elements"
+    if traits.unbiased:
+        _check_unbiased(codec, xs[0])
     if traits.sum_dtype is not None:
         _check_summed(codec, payloads, decoded, key)
     if traits.shared_key:
@@ -138,6 +140,16 @@ def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
         assert not zeros[0].any(), f"{codec}: a vote of nobody is not zero"
     if traits.agreement is not None:
         assert traits.agreement.combined_by in ("sum", "max"), f"{codec}: unknown {traits.agreement.combined_by}"
+
+
+def _check_unbiased(codec: Codec, x: Tensor) -> None:
+    """The mean of m decodings has an m-th of the squared error of one decoding, and a bias on top."""
+    keys = [Key(seed=5, step=step) for step in range(NUM_KEYS)]
+    decoded = torch.stack(codec.decode(codec.encode([x] * NUM_KEYS, keys), [x.shape] * NUM_KEYS, keys)).double()
+    of_mean, of_one = ((each - x).square().sum().item() for each in (decoded.mean(0), decoded))
+    rounding = x.numel() * 1e-12  # of elements of about 1 in float32
+    # Twice, because it is random: the library's own codecs come within 1.2 times.
+    assert of_mean <= 2 * of_one / NUM_KEYS**2 + rounding, f"{codec} is not unbiased"
 
 
 def _check_summed(codec: Codec, payloads: list[Tensor], decoded: list[Tensor], key: Key) -> None:
@@ -161,7 +173,8 @@ def _check_input(codec: Codec, device: torch.device) -> None:
     key, x = Key(seed=5), _normal((40, 30), 3, device)
     state = torch.get_rng_state()
     payload = codec.encode(x, key)
-    assert torch.equal(torch.get_rng_state(), state), f"{codec}: encode touched the global random state"
+    codec.decode(payload, x.shape, key)
+    assert torch.equal(torch.get_rng_state(), state), f"{codec}: encode or decode touched the global random state"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(99)
         assert torch.equal(codec.encode(x, key), payload), f"{codec}: bytes depend on the global random state"

@@ -20,9 +20,9 @@ SIZES = (1, 2, 3, 4, 8)  # numbers of workers
 def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, rounding: float = 1e-6) -> None:
     """Check that a memory fulfils the contract of `thinwire.memory.base`.
 
-    `compensate` does not change the gradient; a discarded round with infinities does not change the memory; a loaded state
-    continues with the same bits; on another number of workers what is a worker's own keeps its mean; a loss scale that is a
-    power of two does not change the result.
+    `compensate` does not change the gradient; `commit` keeps something of it; a discarded round with infinities does not
+    change the memory; a loaded state continues with the same bits; on another number of workers what is a worker's own keeps
+    its mean; a loss scale that is a power of two does not change the result; no global random state is changed.
 
     Args:
         memory: the memory to check.
@@ -40,9 +40,13 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
     """
     if named:
         assert parse(repr(memory)) == memory, f"parse({memory!r}) gives another memory"
+    random_state = torch.get_rng_state()
     plain, state = _rounds(memory, codec, _init(memory), range(6))
+    assert torch.equal(torch.get_rng_state(), random_state), f"{memory} touched the global random state"
 
     before = state.state_dict()
+    kept = not before or not same(before, _init(memory).state_dict())
+    assert kept, f"{memory}: commit keeps nothing of rounds that lost something"
     _round(memory, codec, state, torch.full((NUMEL,), float("inf"), device="cpu"), step=6)
     assert same(state.state_dict(), before), f"{memory}: memory changed before commit"
     memory.discard(state)

@@ -23,6 +23,7 @@ step with the same weight; each column sums to one; no worker is its own peer, a
 
 **To write a topology**, derive from `Topology` as a frozen dataclass with `repr=False`, and define `_neighbours`, which is
 called only with a valid rank and size >= 2. Override `_validate` and `_period` where needed.
+`thinwire.testing.check_topology` checks the guarantees.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 
+from ..algorithm import require
 from .base import Topology
 
 
@@ -23,7 +24,12 @@ def rounds_to_reach_all(topology: Topology, size: int, start: int = 0) -> int:
     known, everyone, rounds = [1 << rank for rank in range(size)], (1 << size) - 1, 0
     static = len(topology.steps(size)) == 1
     senders = [list(topology.neighbours(rank, start, size).receives) for rank in range(size)]
+    # In a connected graph each period carries what one worker knows to at least one more.
+    limit = size * len(topology.steps(size))
     while any(ranks != everyone for ranks in known):
+        require(
+            rounds < limit, f"{topology!r} does not connect {size} workers: what one knows never reaches all others"
+        )
         if not static:
             senders = [list(topology.neighbours(rank, start + rounds, size).receives) for rank in range(size)]
         before = list(known)  # a copy, because news passes one link a round

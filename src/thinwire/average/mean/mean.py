@@ -284,6 +284,8 @@ class Mean(Averager):
         with state.clock("compensate"):
             encoded, dense = self._split(targets, codec)
             codec = state.codec_of(codec, encoded) if codec.traits.by_layer else codec
+            if self.memory is None and scale != 1.0:
+                codec = codec.under_scale(scale)  # only memory removes the loss scale from what is encoded
             encoded = encoded if self.clip is None else clip_gradients(self.clip, encoded, comm, scale)
             x, selection = self._compensate(state, codec, encoded, scale)
         all_dense = self._is_dense_round(codec)

@@ -67,6 +67,9 @@ class Threshold(_ByMagnitude):
     def __post_init__(self) -> None:
         require_number("Threshold: value", self.value, above=0, below=math.inf, or_schedule=True)
 
+    def under_scale(self, factor: float) -> Threshold:
+        return Threshold(number(self.value) * factor)
+
     def thresholds(self, segments: list[Tensor]) -> list[float]:
         return [max(number(self.value), _SMALLEST)] * len(segments)
 

@@ -1,0 +1,58 @@
+"""The conformance suite of topologies."""
+
+from __future__ import annotations
+
+from ..notation import parse
+from ..topology import Topology
+from ..topology.speed import rounds_to_reach_all
+
+
+def check_topology(topology: Topology, sizes: tuple[int, ...] = (1, 2, 4, 8), named: bool = True) -> None:
+    """Check that a topology fulfils the contract of `thinwire.topology.base`.
+
+    At each step, j receives from i exactly what i sends to j, with the same weight. No worker is its own peer, all weights
+    are positive, and those that use the value of one worker sum to one. After its last listed step the topology repeats with
+    its period. What one worker knows reaches all others.
+
+    Args:
+        topology: the topology to check.
+        sizes: numbers of workers that it can connect.
+        named: whether `parse(repr(topology))` must equal it, as for a registered topology.
+
+    Raises:
+        AssertionError: the topology breaks the contract.
+        ValueError: it does not connect a number of workers of `sizes`.
+
+    Example:
+        >>> import thinwire as tw
+        >>> from thinwire.testing import check_topology
+        >>> check_topology(tw.Exponential(), sizes=(1, 2, 5, 8))
+    """
+    if named:
+        again = parse(repr(topology))
+        # Hashes too, because caches have topologies as keys.
+        assert again == topology and hash(again) == hash(topology), f"parse({topology!r}) gives another topology"
+    for size in sizes:
+        steps, period = topology.steps(size), topology.period(size)
+        for step in steps:
+            _check_step(topology, step, size)
+        for step in steps[-period:]:
+            for rank in range(size):
+                now, later = (topology.neighbours(rank, at, size) for at in (step, step + period))
+                assert now == later, f"{topology}, {size} workers: step {step + period} is not step {step} again"
+        rounds_to_reach_all(topology, size)
+
+
+def _check_step(topology: Topology, step: int, size: int) -> None:
+    everyone, where = [topology.neighbours(rank, step, size) for rank in range(size)], f"{topology}, {size} workers"
+    sent = {(i, j): weight for i, own in enumerate(everyone) for j, weight in own.sends.items()}
+    received = {(i, j): weight for j, own in enumerate(everyone) for i, weight in own.receives.items()}
+    for i, j in sorted(sent.keys() | received.keys()):
+        edge, given, taken = f"{where}, step {step}, from {i} to {j}", sent.get((i, j)), received.get((i, j))
+        assert i != j and 0 <= i < size and 0 <= j < size, f"{edge}: a peer must be another worker"
+        assert given == taken, f"{edge}: the weight is {given} for the sender and {taken} for the receiver"
+        assert given is not None and given > 0, f"{edge}: the weight must be positive, got {given}"
+    for rank, own in enumerate(everyone):
+        total = own.self_weight + sum(own.sends.values())
+        assert own.self_weight > 0, f"{where}, step {step}: rank {rank} must keep a part of its own value"
+        assert abs(total - 1) < 1e-9, f"{where}, step {step}: the value of rank {rank} is used {total} times, not once"
