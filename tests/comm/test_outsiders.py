@@ -121,6 +121,29 @@ def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
     assert len(turned_away) >= 19 and all("from 127.0.0.2:" in line for line in turned_away)
 
 
+class SlowSession:
+    """A session with which the TLS handshake, in `sendall`, takes 0.2 seconds; it notes the time limit of the answer."""
+
+    seconds = waits = 0.0
+
+    def settimeout(self, seconds):
+        self.seconds = seconds
+
+    def sendall(self, data):
+        time.sleep(0.2)
+
+    def recv(self, size):
+        self.waits = self.seconds
+        raise TimeoutError("timed out")
+
+
+def test_the_time_limit_of_a_greeting_holds_for_all_of_it():
+    session = SlowSession()
+    with pytest.raises(TimeoutError):
+        greet(session, 0, SECRET, time.monotonic() + 1.0)
+    assert session.waits <= 0.8
+
+
 def test_a_recorded_proof_is_of_no_use_and_a_listener_must_know_the_secret_too():
     soon = time.monotonic() + 10
     (ours, line), (away, theirs) = socket.socketpair(), socket.socketpair()

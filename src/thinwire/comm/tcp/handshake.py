@@ -71,6 +71,7 @@ def greet(connection: Stream, rank: int, secret: bytes, deadline: float) -> tupl
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.settimeout(max(0.001, deadline - time.monotonic()))
     connection.sendall(nonce)
+    connection.settimeout(max(0.001, deadline - time.monotonic()))  # a session has shaken hands meanwhile
     # A caller that hangs up before its first byte is no stranger: a worker that ends does so too.
     first = connection.recv(1)
     if not first:

@@ -390,6 +390,23 @@ def test_rows_are_cut_back_to_the_checkpoint(tmp_path):
     ]
 
 
+def test_a_second_row_of_a_step_replaces_the_first_one_also_after_a_resume(tmp_path):
+    """With a quorum, a checkpoint may have the row of a step, and the test comes after a round that completes none."""
+    first = MetricsWriter(tmp_path)
+    for step in (1, 2):
+        first.row({"step": step, "loss": step / 3})
+    first.row({"step": 2, "loss": 0.5})
+    first.close()
+    assert [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl", 9)] == [1 / 3, 0.5]
+    second = MetricsWriter(tmp_path, done=2)
+    for step in (2, 3):
+        second.row({"step": step, "loss": 7.0 + step})
+    second.close()
+    assert [row["loss"] for row in read_rows(tmp_path / "metrics.jsonl", 9)] == [1 / 3, 9.0, 10.0]
+    written = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert [line.split(",")[0] for line in written] == ["step", "1", "2", "3"]
+
+
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the kernel's table of processes is Linux's")
 def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_path):
     options = ["--strategy", "Gradients(Mean(TopK(0.05), MomentumCorrection(0.9)))", "--optimizer.momentum", "0"]

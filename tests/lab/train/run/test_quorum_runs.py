@@ -118,6 +118,16 @@ def test_a_step_has_one_row_where_an_epoch_ends_with_less_than_a_step(unequal, b
     assert all(row["examples_per_second"] > 0 for row in rows)
 
 
+def test_a_step_has_one_row_where_workers_meet_before_an_epoch_ends_with_less_than_a_step(
+    unequal, blocks, tmp_path, monkeypatch
+):
+    """All meet at step 20 for its checkpoint, which has the row, and again for the test after the last two blocks."""
+    config = replace(CONFIG, batch_size=20, log_every=7, checkpoint_every=1)
+    rows = run(config, tmp_path / "run", monkeypatch)
+    steps = [row["step"] for row in rows]
+    assert steps == sorted(set(steps)) and [row["step"] for row in rows if "test_accuracy" in row][0] == 20
+
+
 def test_a_signal_stops_all_workers_at_the_same_commit(unequal, tmp_path, monkeypatch):
     """The agreement that `Interruption` reaches, without its signal."""
     calls = threading.local()

@@ -47,11 +47,10 @@ def workers():
         worker.join()
 
 
-def watched(workers, folder, requests=None, store=None, limit_seconds=60.0) -> str:
+def watched(workers, folder, requests=None, store=None, limit_seconds=60.0, first_worker=0) -> str:
+    requests, store = requests or watch.Requests(workers), store or dist.HashStore()
     with pytest.raises(WorkerError) as raised:
-        watch.Watch(
-            workers, folder, requests or watch.Requests(workers), store or dist.HashStore(), limit_seconds
-        ).until_the_end()
+        watch.Watch(workers, folder, requests, store, limit_seconds, first_worker=first_worker).until_the_end()
     return str(raised.value)
 
 
@@ -131,6 +130,31 @@ def test_a_worker_that_leaves_is_blamed_and_not_who_lost_its_connection(code, ex
     report_failure(store, tmp_path, 0, RuntimeError("all_reduce failed: Connection closed by peer [127.0.0.1]:4711"))
     workers[0], workers[1] = ended(workers[0], 1), ended(workers[1], code)
     assert watched(workers, tmp_path, store=store).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("code", "is_told", "expected"),
+    [
+        (1, True, "worker 5 failed: RuntimeError: a bug (traceback in "),
+        (3, False, "worker 5 ended with exit code 3 and gave no reason"),
+        (-9, False, "worker 5 was ended by SIGKILL"),
+        (0, False, "worker 5 left the run before its end"),
+    ],
+)
+def test_errors_on_another_machine_of_an_elastic_run_have_the_worker_s_number(
+    code, is_told, expected, workers, tmp_path
+):
+    """It began to count at `--first-worker 4`."""
+    store = dist.HashStore()
+    if is_told:
+        report_failure(store, tmp_path, 5, RuntimeError("a bug"))
+    workers[1].kill()
+    workers[1].join()
+    if code != -signal.SIGKILL:
+        workers[1] = ended(workers[1], code)
+    said = watched(workers, tmp_path, store=store, first_worker=4)
+    assert said.startswith(expected), said
+    assert [path.name for path in tmp_path.iterdir()] == ["worker-5-error.txt"] * is_told
 
 
 def test_a_worker_whose_fork_server_dies_after_the_end_of_an_elastic_run_changes_nothing(

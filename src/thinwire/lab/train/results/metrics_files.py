@@ -85,7 +85,7 @@ class MetricsWriter:
         # Slow to import, and only the worker that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = folder / "metrics.jsonl"
+        self._path, self._step = folder / "metrics.jsonl", -1  # of the last row
         self._paths = (self._path, folder / "metrics.csv")
         self._begin(read_rows(self._path, done))
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
@@ -109,18 +109,22 @@ class MetricsWriter:
         with naming(self._path):
             self._files[0].write(json.dumps(row) + "\n")
             self._csv.writerow(row)
+        self._step = row["step"]
 
     def row(self, values: dict[str, Any]) -> None:
-        """Append a row. Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv.
+        """Append a row. It replaces the last row if both have the same step, as at the end of an epoch with a quorum.
 
-        A file that was deleted meanwhile is written anew, with all of its rows.
+        Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv. A file that was deleted meanwhile
+        is written anew, with all of its rows.
         """
         files = zip(self._paths, self._files, strict=True)
         gone = [path for path, file in files if not is_at(file.fileno(), path)]
-        if gone:
+        is_again = values["step"] == self._step
+        if gone or is_again:
             with self._files[0] as before, self._files[1]:
                 before.seek(0)
-                self._begin([json.loads(line) for line in before])  # an error if the folder is gone too
+                rows = [json.loads(line) for line in before]
+                self._begin(rows[:-1] if is_again else rows)  # an error if the folder is gone too
         for path in gone:
             log.warning(f"{path} was deleted or replaced, and is written anew")
         self._write(plain(values))

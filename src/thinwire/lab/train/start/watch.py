@@ -1,6 +1,6 @@
 """Watches the workers of this machine.
 
-A worker that fails, exits early or stays stopped (SIGSTOP) ends the run. One line names its rank and the reason. Ctrl-C,
+A worker that fails, exits early or stays stopped (SIGSTOP) ends the run. One line names its number and the reason. Ctrl-C,
 SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not stop in
 time are killed; a second Ctrl-C kills all of them.
 
@@ -49,7 +49,7 @@ FORK_SERVER_DIED = "the fork server, the process that starts the workers, was ki
 
 
 class WorkerError(RuntimeError):
-    """A worker failed; the message names its rank and the reason."""
+    """A worker failed; the message names its number and the reason."""
 
 
 class Requests:
@@ -138,9 +138,10 @@ class Watch:
             if any(worker.exitcode == MISTAKEN for worker in self.workers):
                 raise ValueError(self.store.get("mistake").decode())
             for place, worker in enumerate(self.workers):  # first: the others fail because it is gone
-                if worker.exitcode == 0 and not self.store.check([f"finished/{place}"]):
+                number = self.first_worker + place
+                if worker.exitcode == 0 and not self.store.check([f"finished/{number}"]):
                     raise WorkerError(
-                        f"worker {place} left the run before its end, with exit code 0; what was saved is in {self.folder}"
+                        f"worker {number} left the run before its end, with exit code 0; what was saved is in {self.folder}"
                     )
             now = time.monotonic()
             if self.restart is not None and any(worker.exitcode in ENDINGS for worker in self.workers):
@@ -151,7 +152,7 @@ class Watch:
             self._look_at_stopped(now)
             self.requests.pass_on()  # again: a worker that was still starting may have missed it
             if now > self.requests.deadline and any(worker.exitcode is None for worker in self.workers):
-                raise WorkerError(too_slow(self.workers, self.requests.signal, self.folder))
+                raise WorkerError(too_slow(self.workers, self.first_worker, self.requests.signal, self.folder))
             if now > self.end:
                 break
         self._check_end()
@@ -159,7 +160,7 @@ class Watch:
     def _has_died(self, place: int, code: int, now: float) -> None:
         """Start a worker of an elastic run again, unless it failed with an error of its own. Otherwise end the run."""
         if self.restart is None:
-            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
         if self.end < float("inf"):  # the others need it no more
             return
         number, has_ended_too_often = self.first_worker + place, self.restarts[place] == MAX_RESTARTS
@@ -175,9 +176,9 @@ class Watch:
         elif code < 0:
             why = f"worker {number} was ended by {signal.Signals(-code).name}"
         else:
-            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
         if has_ended_too_often:
-            raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
         self.restarts[place] += 1
         log.warning(f"{why}; it is started again")
         self.workers[place] = self.restart(place)
@@ -190,7 +191,7 @@ class Watch:
             pid = self.workers[place].pid
             if now - since >= self.limit_seconds:
                 if self.restart is None:
-                    raise WorkerError(diagnosis(self.workers, self.folder, self.store))
+                    raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
                 number = self.first_worker + place
                 log.warning(f"worker {number} was stopped (SIGSTOP) for {self.limit_seconds:g} seconds, and is killed")
                 self.workers[place].kill()
@@ -212,8 +213,8 @@ class Watch:
 
 
 def stopped(workers: Sequence[BaseProcess]) -> list[int]:
-    """Ranks of the workers that are stopped, as after SIGSTOP."""
-    return [rank for rank, worker in enumerate(workers) if worker.exitcode is None and _state(worker.pid) == "T"]
+    """Places of the workers that are stopped, as after SIGSTOP."""
+    return [place for place, worker in enumerate(workers) if worker.exitcode is None and _state(worker.pid) == "T"]
 
 
 def _state(pid: int | None) -> str:
@@ -224,37 +225,40 @@ def _state(pid: int | None) -> str:
         return ""
 
 
-def too_slow(workers: Sequence[BaseProcess], number: int, folder: Path) -> str:
+def too_slow(workers: Sequence[BaseProcess], first_worker: int, asked: int, folder: Path) -> str:
     """The message for workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
-    late = stopped(workers) or [rank for rank, worker in enumerate(workers) if worker.exitcode is None]
-    name = signal.Signals(number).name
+    late = stopped(workers) or [place for place, worker in enumerate(workers) if worker.exitcode is None]
+    name = signal.Signals(asked).name
     return (
-        f"worker {late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
+        f"worker {first_worker + late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
         f"{'; it was stopped by SIGSTOP' * bool(stopped(workers))}; what was saved is in {folder}"
     )
 
 
-def diagnosis(workers: Sequence[BaseProcess], folder: Path, store: Store) -> str:
+def diagnosis(workers: Sequence[BaseProcess], first_worker: int, folder: Path, store: Store) -> str:
     """The worker that failed first, and why. The others fail after it, because they lose their connection."""
-    for rank, worker in enumerate(workers):
+    by_number = dict(enumerate(workers, start=first_worker))
+    for number, worker in by_number.items():
         exitcode = worker.exitcode or 0
         if exitcode < 0:
             name = signal.Signals(-exitcode).name
             memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-            return f"worker {rank} was ended by {name}{memory}; what was saved is in {folder}"
-    for rank in stopped(workers):
-        pid = workers[rank].pid
-        return f"worker {rank} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
+            return f"worker {number} was ended by {name}{memory}; what was saved is in {folder}"
+    for place in stopped(workers):
+        number, pid = first_worker + place, workers[place].pid
+        return (
+            f"worker {number} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
+        )
     silent = [
-        (rank, worker.exitcode)
-        for rank, worker in enumerate(workers)
-        if worker.exitcode and not store.check([f"failed/{rank}"])
+        (number, worker.exitcode)
+        for number, worker in by_number.items()
+        if worker.exitcode and not store.check([f"failed/{number}"])
     ]
     if silent:  # it did not come as far as to say why; those that did have lost their connection to it
-        rank, code = silent[0]
+        number, code = silent[0]
         if code == NO_FORK_SERVER:
             return f"{FORK_SERVER_DIED}, and all workers with it; what was saved is in {folder}"
-        return f"worker {rank} ended with exit code {code} and gave no reason; what was saved is in {folder}"
-    reports = [store.get(name).decode() for rank in range(len(workers)) if store.check([name := f"failed/{rank}"])]
+        return f"worker {number} ended with exit code {code} and gave no reason; what was saved is in {folder}"
+    reports = [store.get(name).decode() for number in by_number if store.check([name := f"failed/{number}"])]
     first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
     return first if folder.is_dir() else f"{first}; the run's folder {folder} was removed"

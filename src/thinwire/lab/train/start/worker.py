@@ -58,11 +58,10 @@ def work(
     host = LOOPBACK if lighthouse is None else urlsplit(lighthouse).hostname or LOOPBACK
     environment = Environment("thinwire", place, config.workers, place, config.workers, host, port)
     os.environ.update(environment.variables())
-    store = None
+    store, number = None, config.first_worker + place
     try:
         with Interruption() as interruption:
-            with same_error_on_all():
-                credentials = credentials_of(config)
+            credentials = credentials_of(config)
             store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:
                 with connected(config, environment, store) as comm:
@@ -71,10 +70,9 @@ def work(
             else:
                 with same_error_on_all():
                     choose_interface(config.interface, one_node=host == LOOPBACK)
-                number = config.first_worker + place
                 with communicator(config, lighthouse, number, config.workers, is_late=is_restart) as comm:
                     loop.run(config, folder, comm, interruption, callbacks, is_restart)
-            store.set(f"finished/{place}", "")
+            store.set(f"finished/{number}", "")
     except Interrupted as stop:
         os._exit(128 + stop.signal)
     except SharedError as mistake:
@@ -86,23 +84,23 @@ def work(
         os._exit(LEFT_OUT)
     except BaseException as error:
         if isinstance(error, Exception):
-            report_failure(store, folder, place, error)
+            report_failure(store, folder, number, error)
         os._exit(1)  # at once: a normal exit would wait for threads that wait for other workers
     if lighthouse is not None:
         os._exit(0)  # at once: torchft's threads wait for others
 
 
-def report_failure(store: Store | None, folder: Path, rank: int, error: Exception) -> None:
+def report_failure(store: Store | None, folder: Path, number: int, error: Exception) -> None:
     """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
     # The time tells the launcher who failed first.
-    came, line = time.time_ns(), failure(rank, error)
-    path = folder / f"worker-{rank}-error.txt"
+    came, line = time.time_ns(), failure(number, error)
+    path = folder / f"worker-{number}-error.txt"
     with contextlib.suppress(OSError):
         path.write_text(f"{line}\n\n{traceback.format_exc()}")
         line += f" (traceback in {path})"
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the launcher is gone
-            store.set(f"failed/{rank}", f"{came} {line}")
+            store.set(f"failed/{number}", f"{came} {line}")
 
 
 def end_with_launcher() -> None:
@@ -119,9 +117,9 @@ def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(raised)
 
 
-def failure(rank: int, error: Exception) -> str:
+def failure(number: int, error: Exception) -> str:
     """Say in one line why this worker failed. A gradient that is not finite stops all workers; its error names the first."""
-    return str(error) if isinstance(error, FloatingPointError) else f"worker {rank} failed: {in_one_line(error)}"
+    return str(error) if isinstance(error, FloatingPointError) else f"worker {number} failed: {in_one_line(error)}"
 
 
 def in_one_line(error: Exception) -> str:
