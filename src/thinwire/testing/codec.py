@@ -145,7 +145,7 @@ def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
 def _check_unbiased(codec: Codec, x: Tensor) -> None:
     """The mean of m decodings has an m-th of the squared error of one decoding, and a bias on top."""
     keys = [Key(seed=5, step=step) for step in range(NUM_KEYS)]
-    decoded = torch.stack(codec.decode(codec.encode([x] * NUM_KEYS, keys), [x.shape] * NUM_KEYS, keys)).double()
+    decoded = torch.stack([*codec.decode(codec.encode([x] * NUM_KEYS, keys), [x.shape] * NUM_KEYS, keys)]).double()
     of_mean, of_one = ((each - x).square().sum().item() for each in (decoded.mean(0), decoded))
     rounding = x.numel() * 1e-12  # of elements of about 1 in float32
     # Twice, because it is random: the library's own codecs come within 1.2 times.
