@@ -13,7 +13,7 @@ import torch
 from helpers.program import programs
 
 from thinwire import kernels
-from thinwire.kernels import backend, cpu
+from thinwire.kernels import _native, backend, cpu
 
 
 def without_the_extension():
@@ -43,7 +43,7 @@ def test_a_function_of_the_backend_has_the_parameters_of_its_reference(kernel):
     if kernel not in cpu.SAME_ARGUMENTS:
         assert parameters(kernel.functions["cpu"]) == parameters(kernel.reference)
         return
-    stub = ast.parse(Path(cpu.__file__).with_name("_native.pyi").read_text())
+    stub = ast.parse(Path(_native.__file__).with_name("_native.pyi").read_text())  # made with the extension
     named = {node.name: node.args.args for node in stub.body if isinstance(node, ast.FunctionDef)}
     # The names differ in places.
     assert len(named[cpu.SAME_ARGUMENTS[kernel].__name__]) == len(parameters(kernel.reference))
