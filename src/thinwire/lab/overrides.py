@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import KW_ONLY, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -71,7 +71,7 @@ def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _replaced(node: Any, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
     """`node` with the values of `tree`; `path` leads to it."""
-    hints = get_type_hints(type(node))
+    hints = _hints(type(node))
     known = [field.name for field in fields(node)]
     changes = {}
     for name, value in tree.items():
@@ -79,6 +79,11 @@ def _replaced(node: Any, tree: Mapping[str, Any], path: tuple[str, ...]) -> Any:
         _check_known(here, known, type(node).__name__ if isinstance(node, Algorithm) else "")
         changes[name] = _changed(getattr(node, name), value, hints[name], here)
     return replace(node, **changes)
+
+
+def _hints(build: Any) -> dict[str, Any]:
+    """The types of a dataclass's fields, or of a function's parameters."""
+    return get_type_hints(build, localns={"KW_ONLY": type(KW_ONLY)})  # Python 3.10 refuses `KW_ONLY`, which is no type
 
 
 def _changed(current: Any, value: Any, hint: Any, path: tuple[str, ...]) -> Any:
@@ -108,7 +113,7 @@ def _changed_text(text: str, tree: Mapping[str, Any], path: tuple[str, ...]) -> 
         build, given = arguments(text)
     except ValueError:
         raise ValueError(f"{'.'.join(path)} has no fields; it is {text}") from None
-    built, hints, parameters = parse(text), get_type_hints(build), inspect.signature(build).parameters
+    built, hints, parameters = parse(text), _hints(build), inspect.signature(build).parameters
     known = list(dict.fromkeys([*parameters, *(field.name for field in fields(built))]))
     rest = {}
     for name, value in tree.items():
