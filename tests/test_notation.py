@@ -111,6 +111,11 @@ def test_mistakes_point_at_their_column(text, message, default_recursion_limit):
     assert "\n" not in str(caught.value)
 
 
+def test_only_text_is_read():
+    with pytest.raises(ValueError, match=r"parse reads text, got Mean\(\)"):
+        tw.parse(tw.Mean())
+
+
 def test_infinity_is_read_back():
     rule = tw.average.CenteredClipping(tau=float("inf"))
     assert tw.parse(repr(rule)) == rule

@@ -141,6 +141,7 @@ def parse(text: str) -> Any:
         >>> tw.parse("Mean(TopK(0.01), ErrorFeedback())") == tw.Mean(tw.TopK(0.01), tw.ErrorFeedback())
         True
     """
+    require(isinstance(text, str), f"parse reads text, got {text!r}")
     text = text.strip()
     return _Reader(text, known_names()).read(_tree(text), depth=0)
 

@@ -50,6 +50,20 @@ def test_another_workers_state_is_refused():
     tw.LocalWorld(2).run(worker)
 
 
+@pytest.mark.parametrize(
+    "saved, got", [("last.pt", "got str"), ({"step": 5, "thinwire": {}}, r"got the keys \['step', 'thinwire'\]")]
+)
+def test_what_is_no_state_is_refused(saved, got):
+    def worker(comm):
+        with (
+            tw.compress_gradients(make_model(), MEAN, comm=comm) as handle,
+            pytest.raises(ValueError, match=f"takes what state_dict.. returned, such as .'rank0': .*{got}"),
+        ):
+            handle.load_state_dict(saved)
+
+    tw.LocalWorld(1).run(worker)
+
+
 def test_another_number_of_workers_needs_the_states_of_all():
     def saving(comm):
         with trained(comm) as handle:

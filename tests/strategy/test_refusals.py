@@ -286,6 +286,30 @@ def test_swapped_arguments_are_told_so():
             tw.attach(nn.Linear(1, 1), strategy)
 
 
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (
+            {"comm": "gloo"},
+            "comm must be a communicator of thinwire, or None, got 'gloo'; give a process group as replicas=",
+        ),
+        ({"scaler": True}, "scaler must be a torch.amp.GradScaler, or None, got True"),
+        ({"seed": None}, "seed must be an integer, got None"),
+        ({"optimizer": []}, "optimizer must be one of torch.optim, or None, got []"),
+        ({"fragments": None}, "Local: fragments must be a number, or lists of patterns, got None"),
+        (
+            {"state_every": ["exp_avg"]},
+            "Local: state_every must be periods by name, such as {'exp_avg': 60}, got ['exp_avg']",
+        ),
+    ],
+    ids=str,
+)
+def test_an_argument_of_another_type_is_refused(options, message):
+    model = nn.Linear(1, 1)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tw.local_updates(**{"model": model, "optimizer": sgd(model), "averager": tw.Mean(), "every": 2} | options)
+
+
 def compiled_worker(comm):
     torch.manual_seed(0)
     net = nn.Linear(3, 2, bias=False)

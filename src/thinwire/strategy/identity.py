@@ -48,6 +48,10 @@ def check_identity(
         ValueError: an entry is missing, or of another configuration.
     """
     rank, size = own["rank"], own["world_size"]
+    require(
+        isinstance(saved, dict) and all(isinstance(entry, dict) for entry in saved.values()),
+        f"{call}: load_state_dict takes what state_dict() returned, such as {{'rank{rank}': ...}}, got {_outline(saved)}",
+    )
     where = f"{call}: rank {rank} of {size} cannot load the state"
     owners = ", ".join(map(_worker, saved.values())) or "nobody"
     before = next(iter(saved.values()), own).get("identity", own)["world_size"]
@@ -71,6 +75,11 @@ def check_identity(
                 continue  # the default of one worker is another than that of several
             require(there == here, f"{where} of another configuration: its {field} is {there}, expected {here}")
     return found
+
+
+def _outline(value: Any) -> str:
+    """A dictionary's keys, or the type of anything else."""
+    return f"the keys {list(value)}" if isinstance(value, dict) else type(value).__name__
 
 
 def _worker(entry: Any) -> str:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +24,7 @@ from ..algorithm import Algorithm, require
 from ..average.base import Averager, averager_hint
 from ..average.gossip.pairwise import Pairwise
 from ..comm import Communicator, Group, Layout
-from ..options import require_choice, require_integer
+from ..options import require_choice, require_integer, require_kind
 from .nonfinite import POLICIES
 
 if TYPE_CHECKING:
@@ -52,14 +52,25 @@ class Rhythm:
     copies: int = 1
 
 
-class Runtime(NamedTuple):
-    """What is not configuration, but an argument of `attach`, which explains the fields."""
+@dataclass(frozen=True)
+class Runtime:
+    """What is not configuration, but an argument of `attach`, which explains the fields.
+
+    Raises:
+        ValueError: a value of another type.
+    """
 
     comm: Communicator | None = None
     replicas: Group | None = None
     scaler: Any = None
     seed: int = 0
     layout: Layout | Callable[[Communicator], Layout] | None = None
+
+    def __post_init__(self) -> None:
+        hint = "; give a process group as replicas="
+        require_kind("comm", self.comm, Communicator, "a communicator of thinwire", or_none=True, hint=hint)
+        require_kind("scaler", self.scaler, torch.amp.GradScaler, "a torch.amp.GradScaler", or_none=True)
+        require_kind("seed", self.seed, int, "an integer")
 
 
 @dataclass(frozen=True, repr=False, kw_only=True)
@@ -107,6 +118,7 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
             not isinstance(optimizer, (Algorithm, str)),
             f"the second argument is the optimizer or None, got {optimizer!r}; write attach(model, optimizer, {optimizer!r})",
         )
+        require_kind("optimizer", optimizer, torch.optim.Optimizer, "one of torch.optim", or_none=True)
         return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
 
     @abstractmethod

@@ -133,6 +133,7 @@ class Local(Averaging[LocalUpdates]):
         if isinstance(self.fragments, int):
             require_integer("Local: fragments", self.fragments, 1)
         else:  # lists of patterns are equal to tuples of them, and have a hash
+            require_kind("Local: fragments", self.fragments, (list, tuple), "a number, or lists of patterns")
             patterns = tuple(some if isinstance(some, str) else tuple(some) for some in self.fragments)
             object.__setattr__(self, "fragments", patterns)
         require_integer("Local: delay", self.delay, 0)
@@ -153,6 +154,7 @@ class Local(Averaging[LocalUpdates]):
             f"pull mixes changes and anchors with those of neighbours, as Mix does, and {self.averager!r} does not; use "
             "Mix(RandomPairs()), or leave pull out",
         )
+        require_kind("Local: state_every", self.state_every, Mapping, "periods by name, such as {'exp_avg': 60}")
         for key, period in self.state_every.items():
             require_integer(f"Local: state_every[{key!r}]", period, 1)
         self._check_quorum()
