@@ -158,6 +158,7 @@ def test_a_call_of_its_own_and_the_door_give_the_same_bits(text):
             "Gradients(Mean(), on_nonfinite='apply')",
             "on_nonfinite: 'skip' on rank 0; 'apply' on rank 1",
         ),
+        ("Gradients(Mean())", "Local(Mean(), every=2)", r"\n  strategy: 'Gradients' on rank 0; 'Local' on rank 1"),
         ("Gossip(Mix())", "Gossip(Mix(), overlap=True)", "overlap: False on rank 0; True on rank 1"),
         ("Local(Mean(), every=2)", "Local(Mean(), every=3)", "every: 2 on rank 0; 3 on rank 1"),
         ("Local(Mean(), 2)", "Local(Mean(), 2, OuterSGD())", "outer optimizer: .* on rank 0; .* on rank 1"),

@@ -126,8 +126,9 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
         """The strategy at work."""
 
     def options(self) -> dict[str, Any]:
-        """All fields by name and the version of thinwire, as workers compare them."""
-        return {field.name: getattr(self, field.name) for field in fields(self)} | {"thinwire": __version__}
+        """The name of the class, all fields by name and the version of thinwire, as workers compare them."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {"strategy": type(self).__name__} | values | {"thinwire": __version__}
 
     # ---- what a derived class uses ----
 
