@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import warnings
 
 import pytest
 import torch
@@ -21,8 +23,8 @@ def whole(state, model) -> dict[str, torch.Tensor]:
     return {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in entry["memory"]["residual"].items()}
 
 
-def train(model, rank, steps):
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+def train(model, rank, steps, optimizer=None):
+    optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(steps):
         x, y = batch(rank, step)
         nn.functional.cross_entropy(model(x), y).backward()
@@ -91,6 +93,27 @@ def checkpoint_worker(comm, folder):
     ):
         load(handle, f"{folder}-0")
 
+    # State that a new strategy has not: the outer optimizer's momentum, and a round in flight.
+    strategy = tw.Local(tw.Mean(), every=2, outer=tw.OuterSGD(), fragments=2, delay=1)
+
+    def attached(model):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return tw.attach(model, optimizer, strategy, replicas=mesh["replicate"]), optimizer
+
+    handle, optimizer = attached(model)
+    with handle:
+        train(model, comm.rank, 3, optimizer)
+        values = copy.deepcopy(get_model_state_dict(model))  # of this replica: they differ within a period
+        dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=f"{folder}-local")
+        train(model, comm.rank, 3, optimizer)
+        end = state_of(model)
+    handle, optimizer = attached(model)
+    with handle:
+        set_model_state_dict(model, values)
+        load(handle, f"{folder}-local")
+        train(model, comm.rank, 3, optimizer)
+        assert state_of(model) == end
+
     # Another number of replicas: one of four shards, and four whole models, keep the mean of the memories.
     expected = {name: (replicas[0][name] + replicas[2][name]) / 2 for name in held}
     one = device_mesh(1, 4)
@@ -107,3 +130,37 @@ def checkpoint_worker(comm, folder):
 
 def test_a_checkpoint_of_two_by_two_workers_goes_on_elsewhere(tmp_path):
     spawn(4, checkpoint_worker, str(tmp_path / "checkpoint"))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Local(Mean(), every=2, outer=OuterSGD())",
+        "Local(Mean(), every=4, delay=2, fragments=2)",
+        "Local(Mix(), every=4, delay=2, pull=1.0)",
+        "Local(Mean(ALQ(bits=3)), every=2)",
+        "Gossip(Mix(), overlap=True)",
+    ],
+)
+def test_a_new_strategy_loads_what_it_has_not(strategy, tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from thinwire.integrations.checkpoint import StrategyState, load
+
+    def worker(comm, steps):
+        model = nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, strategy, comm=comm) as handle:
+            for _ in range(steps):
+                model(torch.ones(2, 4)).square().sum().backward()
+                optimizer.step()
+            if steps:
+                dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=tmp_path)
+            else:
+                load(handle, tmp_path)
+            return handle.state_dict()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch takes one worker without a process group for a mistake
+        (saved,), (loaded,) = (tw.LocalWorld(1).run(worker, steps) for steps in (3, 0))
+    assert repr(loaded) == repr(saved)

@@ -5,6 +5,8 @@ save    every tensor of the state that belongs to a parameter is saved in the pa
         a shard, lies under a key that names the shard.
 load    as many replicas as before: each reads its own state, with the same bits. Another number: each reads the states of
         all, and `Strategy.load_state_dict` divides what was a worker's own among them, so that what is late keeps its weight.
+        What is read follows from the checkpoint, because a state may have grown since it was made: by the momentum of an outer
+        optimizer, or by a round in flight.
 """
 
 from __future__ import annotations
@@ -16,12 +18,16 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint._traverse import set_element
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 
 from ..algorithm import require
 from ..strategy import AveragerAttachment
 
 PLACE = "shard "
+Path = tuple[str | int, ...]
+"""The keys and positions that lead to a value in a checkpoint."""
 
 
 class StrategyState:
@@ -71,14 +77,18 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     """
     state = StrategyState(strategy)
     ((own_key, own),) = state.state_dict().items()
-    saved = dcp.FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-    found = {name.removeprefix(f"{key}.").split(".")[0] for name in saved if name.startswith(f"{key}.rank")}
+    saved = dcp.FileSystemReader(checkpoint_id).read_metadata()
+    paths = {name: path for name, path in (saved.planner_data or {}).items() if path[0] == key and len(path) > 2}
+    found = {path[1] for path in paths.values()}
     require(
         bool(found), f"{checkpoint_id} holds no state of a strategy under {key!r}; save StrategyState(strategy) there"
     )
     is_own = len(found) == strategy.comm.size and own_key in found  # elastic: a worker's rank may have been another one
-    needed = [own_key] if is_own else sorted(found)
-    template = {name: _template(own, f"{key}.{name}", saved) for name in needed}
+    template = {name: _emptied(own) for name in ([own_key] if is_own else sorted(found))}
+    for name, path in paths.items():
+        parameter = _owner(dict(strategy.parameters), path)
+        if path[1] in template and _is_held(path, parameter):
+            set_element(template, path[1:], _room(saved.state_dict_metadata[name], path, parameter))
     dcp.load({key: template}, checkpoint_id=checkpoint_id)  # fills the tensors of the template
     state.load_state_dict(template)
 
@@ -87,8 +97,7 @@ def _shaped(strategy: AveragerAttachment, state: Any, parameter: Tensor | None =
     """The state with each tensor below a parameter's name in the parameter's shape, as far as it has its size."""
     parameters = dict(strategy.parameters)
     if isinstance(state, Mapping):
-        owners = {key: parameters.get(key, parameters.get(str(key).rpartition(".")[0], parameter)) for key in state}
-        return {key: _shaped(strategy, value, owners[key]) for key, value in state.items()}
+        return {key: _shaped(strategy, value, _named(parameters, str(key), parameter)) for key, value in state.items()}
     if isinstance(state, list):
         return [_shaped(strategy, value, parameter) for value in state]
     if isinstance(state, Tensor) and parameter is not None:
@@ -127,20 +136,52 @@ def _held(state: Any) -> Any:
     return state.to_local() if isinstance(state, DTensor) else state
 
 
-def _template(state: Any, path: str, saved: Mapping[str, Any]) -> Any:
-    """What to load into: built as `state` is, its tensors of the sizes that were saved under `path`."""
-    if isinstance(state, Mapping):
-        return {key: _template(value, f"{path}.{key}", saved) for key, value in state.items()}
+def _emptied(state: Any) -> Any:
+    """The dictionaries and lists of a state without what they hold, because a checkpoint has no empty dictionaries."""
     if isinstance(state, list):
-        return [_template(value, f"{path}.{i}", saved) for i, value in enumerate(state)]
-    if not isinstance(state, Tensor):
-        return state
-    if isinstance(state, DTensor) and path not in saved:  # one replica owns all of what replicas have shared
-        return {_place(state): _template(state.to_local(), f"{path}.{_place(state)}", saved)}
-    require(
-        path in saved,
-        f"the checkpoint has no {path}; a state whose size is not that of a parameter, such as PowerSGD's Q or the memory of "
-        "scatter_reduce's owners, loads on as many shards as it was saved on",
+        return [_emptied(value) for value in state if isinstance(value, (Mapping, list))]
+    return {
+        key: _emptied(value)
+        for key, value in state.items()
+        if isinstance(value, (Mapping, list)) and not any(str(name).startswith(PLACE) for name in value)
+    }
+
+
+def _room(saved: Any, path: Path, parameter: Tensor | None) -> Tensor | None:
+    """What to load a saved value into: a tensor of its size, a DTensor where it has a sharded parameter's shape, or None."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return None
+    dtype = saved.properties.dtype
+    if not isinstance(parameter, DTensor) or str(path[-1]).startswith(PLACE):
+        return torch.zeros(saved.size, dtype=dtype, device=None if parameter is None else parameter.device)
+    require(saved.size == parameter.shape, _other_shards(path))
+    return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+
+
+def _is_held(path: Path, parameter: Tensor | None) -> bool:
+    """Whether this worker holds what is saved there: all that is not another shard's."""
+    place = str(path[-1])
+    if not place.startswith(PLACE):
+        return True
+    own = _place(parameter) if isinstance(parameter, DTensor) else ""
+    require(place.partition(" of ")[2] == own.partition(" of ")[2], _other_shards(path))
+    return place == own
+
+
+def _owner(parameters: Mapping[str, Tensor], path: Path) -> Tensor | None:
+    """The parameter below whose name a path leads."""
+    owner = None
+    for key in path:
+        owner = _named(parameters, key, owner) if isinstance(key, str) else owner
+    return owner
+
+
+def _named(parameters: Mapping[str, Tensor], key: str, otherwise: Tensor | None) -> Tensor | None:
+    return parameters.get(key, parameters.get(key.rpartition(".")[0], otherwise))
+
+
+def _other_shards(path: Path) -> str:
+    return (
+        f"{'.'.join(map(str, path))} is of other shards; a state whose size is not that of a parameter, such as PowerSGD's Q "
+        "or the memory of scatter_reduce's owners, loads on as many shards as it was saved on"
     )
-    # The size as saved: that of PowerSGD's Q is 0 until the first step.
-    return torch.zeros_like(state) if isinstance(state, DTensor) else state.new_zeros(saved[path].size)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from ...algorithm import require, required
 from ...average.base import NamedTensors
-from ...membership import Form, State, config, copied, nested, pending, restart, shared
+from ...membership import Form, State, config, copied, load_tensors, nested, pending, restart, shared
 from ..flight import Flight
 from .inverse_norm import NormStatistics
 
@@ -85,13 +85,13 @@ def offset(index: int, num_fragments: int, every: int) -> int:
     return -(-(index + 1) * every // num_fragments)
 
 
-def _saved_changes(state: Fragment, changes: list[Tensor]) -> list[Tensor] | None:
-    return None if state.finite is None else copied([*changes, *state.pulled])  # else nothing waits to be merged
+def _saved_changes(state: Fragment, changes: list[Tensor]) -> dict[str, Tensor] | None:
+    return None if state.finite is None else copied(dict(state.exchanged))  # else nothing waits to be merged
 
 
-def _loaded_changes(state: Fragment, changes: list[Tensor], saved: list[Tensor] | None) -> list[Tensor]:
-    for t, value in zip((*changes, *state.pulled), saved or (), strict=False):
-        t.copy_(value)
+def _loaded_changes(state: Fragment, changes: list[Tensor], saved: dict[str, Tensor] | None) -> list[Tensor]:
+    if saved is not None:
+        load_tensors(dict(state.exchanged), saved, "changes")
     return changes
 
 
@@ -164,10 +164,14 @@ class Fragment(State):
 
     @property
     def tensors(self) -> NamedTensors:
-        """What the averager's state is made for: anchors, or pseudo-gradients and copies of anchors, which `pull` averages."""
-        if not self.pulled:
-            return self.anchors
-        copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=True)]
+        """What the averager's state is made for: anchors, or with `pull` all that is exchanged."""
+        return self.exchanged if self.pulled else self.anchors
+
+    @property
+    def exchanged(self) -> NamedTensors:
+        """Pseudo-gradients, and copies of anchors, which `pull` averages too."""
+        # Not strict, as `pulled` may be empty.
+        copies = [(f"{name}.anchor", t) for (name, _), t in zip(self.anchors, self.pulled, strict=False)]
         return [*self.named_changes(), *copies]
 
 
