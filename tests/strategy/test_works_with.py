@@ -288,3 +288,26 @@ def test_the_page_has_these_rows():
     assert rows == [*((row, "yes") for row in (*WORKS, *IN_TRAINERS)), *((row, "refused") for row in REFUSED)]
     trainers = (PAGE.parents[1] / "tests" / "integrations" / "test_trainers.py").read_text()
     assert all(f"spawn(2, {worker})" in trainers for worker in IN_TRAINERS.values())
+
+
+@pytest.mark.parametrize("strategy", ["Gradients(Mean())", "Local(Mean(), every=2)"])
+def test_a_compiled_step_does_not_trace_the_averaging(strategy):
+    def num_graphs(comm, attach):
+        graphs, model = [], nn.Linear(3, 2)
+        optimizer = sgd(model)
+        if attach:
+            tw.attach(model, optimizer, strategy, comm=comm)
+
+        def backend(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        step = torch.compile(optimizer.step, backend=backend)
+        for _ in range(4):
+            model(torch.ones(1, 3)).sum().backward()
+            step()
+        torch.compiler.reset()
+        return len(graphs)
+
+    without, with_strategy = (tw.LocalWorld(1).run(num_graphs, attach)[0] for attach in (False, True))
+    assert with_strategy == without

@@ -79,7 +79,7 @@ def release(strategy: AveragerAttachment) -> None:
 @functools.cache
 def _set_hook() -> None:
     """From the first strategy on, for good: taking the hook off would disturb optimizers that step in other threads."""
-    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
 
 
 def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] | None:

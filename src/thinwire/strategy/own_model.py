@@ -121,7 +121,7 @@ class OwnModelAttachment(AveragerAttachment):
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
-        self._on_detach(self._optimizer.register_step_post_hook(self._after_step).remove)
+        self._on_detach(self._optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)).remove)
 
     def _trained(self) -> list[nn.Parameter]:
         if not self.takes_all:
