@@ -5,7 +5,7 @@
 Eight workers on a ring start with 20 x 50 normal values each. Prints, per codec, by which factor the squared error has fallen
 after 400 rounds, the largest error since then over that at the start, and the step size in the end: a table for
 docs/consensus.md. CHOCO and DeepSqueeze are simulated by their definitions, to which tests hold them. Codecs without a fixed
-size, or that need an agreement of all workers, serve no gossip averager and are left out.
+size, or that need an agreement or a key of all workers, serve no gossip averager and are left out.
 """
 
 from __future__ import annotations

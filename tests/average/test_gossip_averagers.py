@@ -492,6 +492,7 @@ def test_topologies_that_do_not_suit(averager, message):
         (lambda: tw.Choco(RING, tw.Threshold(0.1)), "vary in size"),
         (lambda: tw.Choco(RING, tw.chain(tw.TopK(0.1), tw.ALQ(bits=2))), "gossip asks neighbours only; use Mean"),
         (lambda: tw.DeepSqueeze(RING, tw.TernGrad(shared=True)), "gossip asks neighbours only; use Mean"),
+        (lambda: tw.Choco(RING, tw.RandomK(0.1, shared=True)), "needs one key for all workers"),
         (lambda: tw.Choco(step_size=0.0), "step_size must be above 0 and finite, got 0.0"),
         (lambda: tw.DeepSqueeze(step_size=-1.5), "step_size must be above 0"),
         (lambda: tw.Mix(step_size=float("inf")), "step_size must be above 0"),

@@ -250,7 +250,13 @@ def test_different_workers_fail_together(change, message):
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])
 @pytest.mark.parametrize(
     "codec",
-    [tw.TopK(0.2), tw.chain(tw.TopK(0.2), tw.Cast()), tw.chain(tw.codec.Tiles(4), tw.TopK(0.2)), tw.QSGD(bits=4)],
+    [
+        tw.TopK(0.2),
+        tw.chain(tw.TopK(0.2), tw.Cast()),
+        tw.chain(tw.codec.Tiles(4), tw.TopK(0.2)),
+        tw.codec.CoarseGrainedTopK(0.3, chunk=4),
+        tw.QSGD(bits=4),
+    ],
     ids=repr,
 )
 def test_a_sum_is_divided_by_those_that_sent_its_element(codec, granularity):

@@ -255,6 +255,14 @@ def test_chunk_top_k_averages_the_chunks_of_largest_summed_norm(size, n):
         assert num_bytes == pytest.approx(2 * (size - 1) / size * (4 * m + values), abs=2 * 4 * size)
 
 
+def test_the_support_of_chunk_top_k_is_flat_for_a_matrix():
+    codec, x = tw.codec.CoarseGrainedTopK(0.3, chunk=8), normal(20 * 30, 0).view(20, 30)
+    payload = codec.encode(x)
+    support = codec.support(payload, x.shape)
+    assert torch.equal(support.indices.long(), codec.decode(payload, x.shape).view(-1).nonzero().view(-1))
+    assert support.counts == [len(support.indices)]
+
+
 def test_bytes_of_chunk_top_k_do_not_grow_with_workers():
     """By the ledger, at 0.1 % of 100,000 elements in chunks of 64: norms and values of 32 workers beside those of two."""
     codec = tw.codec.CoarseGrainedTopK(0.001, chunk=64)

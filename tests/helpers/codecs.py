@@ -91,9 +91,12 @@ every_codec = pytest.mark.parametrize("codec", CODECS, ids=repr)
 
 
 def gossiped() -> list[tw.codec.Codec]:
-    """Those that gossip averagers take: of fixed size, and without an agreement of all workers."""
+    """Those that gossip averagers take: of fixed size, and without an agreement or a key of all workers."""
     return [
         codec
         for codec in CODECS
-        if codec.traits.fixed_size and codec.traits.agreement is None and codec.traits.adaptive is None
+        if codec.traits.fixed_size
+        and codec.traits.agreement is None
+        and codec.traits.adaptive is None
+        and not codec.traits.shared_key
     ]

@@ -23,6 +23,10 @@ def check_codec(averager: GossipAverager, codec: object) -> None:
         f"{name}: {codec} needs all workers to agree on some numbers, and gossip asks neighbours only; use Mean",
     )
     require(
+        not codec.traits.shared_key,
+        f"{name}: {codec} needs one key for all workers, and gossip gives each worker keys of its own; leave shared=True out",
+    )
+    require(
         codec.traits.fixed_size,
         f"{name}: payloads of {codec} vary in size, and a neighbour must know the size before it receives; use a codec "
         "of fixed size such as TopK or QSGD",

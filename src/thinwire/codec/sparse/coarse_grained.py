@@ -174,7 +174,7 @@ def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence
     """The positions of a payload: decode it with ones in place of its values."""
     ones = torch.ones(values_nbytes // 4, device=payload.device).view(torch.uint8)
     marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), list(numels))
-    indices = [mark.nonzero().flatten().int() for mark in marks]
+    indices = [mark.flatten().nonzero().flatten().int() for mark in marks]
     return Selection(torch.cat(indices), torch.empty(0, device=payload.device), [i.numel() for i in indices])
 
 

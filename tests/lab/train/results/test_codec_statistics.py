@@ -102,6 +102,16 @@ def train(comm, averager, watched):
     return [p.detach().clone() for p in model.parameters()], handle.ledger.bytes_sent, seen
 
 
+def test_own_gradients_are_free_of_the_loss_scale():
+    """A threshold would keep all of the others."""
+    model, x = torch.nn.Linear(40, 3), matrix(8, 40)
+    with own_gradients(model, scale=1024.0) as gradients:
+        for _ in range(2):
+            (1024.0 * model(x).square().mean()).backward()
+    (own,) = torch.autograd.grad(model(x).square().mean(), [model.weight])
+    assert torch.equal(gradients["weight"], 2 * own)
+
+
 @pytest.mark.parametrize(
     "codec",
     [tw.ALQ(bits=2, norm="max", update_steps=(2,)), tw.chain(tw.TopK(0.3), tw.AMQ(bits=3, update_steps=(2,)))],

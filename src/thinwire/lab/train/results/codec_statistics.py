@@ -71,8 +71,12 @@ def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tenso
 
 
 @contextmanager
-def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
+def own_gradients(model: nn.Module, scale: float = 1.0) -> Iterator[dict[str, Tensor]]:
     """Context that collects copies of this worker's gradients in the backward pass, before they are averaged.
+
+    Args:
+        model: whose gradients.
+        scale: the loss scale, by which they are divided.
 
     Example:
         >>> model = torch.nn.Linear(2, 1, bias=False)
@@ -84,8 +88,8 @@ def own_gradients(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     gradients: dict[str, Tensor] = {}
 
     def keep(name: str, gradient: Tensor) -> None:
-        before = gradients.get(name)
-        gradients[name] = gradient.detach().clone() if before is None else before + gradient.detach()
+        own, before = gradient.detach() / scale, gradients.get(name)
+        gradients[name] = own if before is None else before + own
 
     with ExitStack() as hooks:
         for name, p in model.named_parameters():

@@ -239,7 +239,7 @@ class _Worker:
         set_learning_rate(self.training.optimizer, learning_rate)
         watched = self.config.variance and self.workers.writes and self._row_is_due(step)
         collecting: AbstractContextManager[dict[str, Tensor]] = (
-            own_gradients(self.training.model) if watched else nullcontext({})
+            own_gradients(self.training.model, self.training.scaler.get_scale()) if watched else nullcontext({})
         )
         if self.commits is not None:
             self.commits.count(self.config.batch_size * self.config.accumulate)
