@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.keys import keys_of
 
+from thinwire.comm.tls import keys
 from thinwire.lab.train.config import RunConfig
-from thinwire.lab.train.start import connect, launch
+from thinwire.lab.train.start import connect, launch, spawn
 from thinwire.lab.train.start.connect import meeting_store, warn_if_open
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.lighthouse import lighthouse_of
@@ -74,3 +76,21 @@ def test_a_port_that_is_taken_is_one_line(tmp_path):
         with lighthouse_of(replace(CONFIG, elastic=True, credentials=Path(ours.folder)), *ours.address):
             pass
     taken.close()
+
+
+def test_a_worker_whose_certificate_has_expired_is_not_started_again(tmp_path, monkeypatch):
+    """One line says so; the worker itself could not tell, because the store of its launcher needs the certificate too."""
+    (ours,) = keys_of(tmp_path, "a")
+    process = SimpleNamespace(start=lambda: None, pid=None)
+    monkeypatch.setattr(spawn, "worker_context", lambda names: SimpleNamespace(Process=lambda target, args: process))
+
+    def expire_and_restart(workers, folder, requests, store, limit_seconds, restart, first_worker):
+        key, request = keys.new_request("late")
+        Path(ours.folder, "certificate.pem").write_bytes(keys.Issuer(ours.folder).sign(request, days=-1e-3))
+        Path(ours.folder, "key.pem").write_bytes(key)
+        restart(0)
+
+    monkeypatch.setattr(spawn, "Watch", expire_and_restart)
+    config = replace(CONFIG, elastic=True, workers=1, credentials=Path(ours.folder))
+    with pytest.raises(ValueError, match="its certificate has expired; ask for a new token, and join again"):
+        spawn.spawn(config, tmp_path)

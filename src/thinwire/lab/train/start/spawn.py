@@ -33,8 +33,8 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
     """Start the workers and wait for the end of the run.
 
     Raises:
-        ValueError: the port is taken, torchft is not installed (then no worker was started), or all workers found the same
-            user error.
+        ValueError: the port is taken, torchft is not installed (then no worker was started), the credentials have expired when
+            a worker is started again, or all workers found the same user error.
         WorkerError: a worker failed; all others have been stopped. In an elastic run: or it was killed too often.
         Interrupted: a signal stopped the run.
     """
@@ -49,6 +49,7 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
 
         def start(place: int, is_restart: bool) -> BaseProcess:
             arguments = (place, config, folder, store.port, callbacks, lighthouse, is_restart)
+            credentials_of(config)  # before a restart, they may have expired
             # Not a daemon, because it starts data loaders, which are processes.
             process = context.Process(target=work, args=arguments)
             with for_children(config):

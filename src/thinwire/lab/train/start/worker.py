@@ -61,8 +61,7 @@ def work(
     store, number = None, config.first_worker + place
     try:
         with Interruption() as interruption:
-            with same_error_on_all():
-                credentials = credentials_of(config)
+            credentials = credentials_of(config)
             store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:
                 with connected(config, environment, store) as comm:
