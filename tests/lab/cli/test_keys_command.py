@@ -48,6 +48,8 @@ def test_the_keys_of_two_machines_and_a_run_of_both(tmp_path):
     ("command", "line"),
     [
         ("keys new", "thinwire keys new needs FOLDER ("),
+        ("keys new third --days 0", "a certificate lives more than 0 and at most 3650 days, got 0"),
+        ("keys token first 127.0.0.1:0 --days 1e9", "a certificate lives more than 0 and at most 3650 days, got 1e+09"),
         ("keys token first", "thinwire keys token needs HOST:PORT ("),
         ("keys token first nowhere", "expected HOST:PORT, such as worker.example.org:29500, got 'nowhere'"),
         ("keys token second 127.0.0.1:0", "second has no authority-key.pem: the CA is in the folder"),
@@ -70,6 +72,7 @@ def test_mistakes_are_one_line(command, line, tmp_path, monkeypatch, capsys):
     assert main([token if word == "TOKEN" else word for word in command.split()]) == 2
     said = capsys.readouterr().err
     assert said.startswith("thinwire: ") and line in said and said.count("\n") == 1, said
+    assert not (tmp_path / "third").exists()
 
 
 def test_help_of_each_command(capsys):

@@ -111,7 +111,8 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
         days: that its certificate lives.
 
     Raises:
-        ValueError: the folder has files, or a name has other characters than letters, digits, ".", "_" and "-".
+        ValueError: the folder has files, a name has other characters than letters, digits, ".", "_" and "-", or there are no
+            such days.
     """
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
@@ -121,6 +122,7 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     for what in (run, name):
         _check_name(what)
+    _check_days(days)
     place.mkdir(parents=True, exist_ok=True)
     os.chmod(place, 0o700)
     key = ec.generate_private_key(ec.SECP256R1())
@@ -270,13 +272,14 @@ class Admission:
         joined: names of the workers that have joined.
 
     Raises:
-        ValueError: the folder has no CA, or the address cannot be used.
+        ValueError: the folder has no CA, the address cannot be used, or there are no such tokens or days.
     """
 
     def __init__(
         self, folder: str | os.PathLike[str], address: str, count: int = 1, hours: float = 24.0, days: float = 30.0
     ):
         require(count >= 1 and hours > 0, f"tokens are 1 or more for some hours, got {count} for {hours:g}")
+        _check_days(days)
         self._issuer, self._days, self._folder = Issuer(folder), days, Path(folder)
         credentials = Credentials(folder)
         host, port = parse_address(address)
@@ -419,6 +422,11 @@ def _check_name(name: str) -> None:
         NAME.fullmatch(name) is not None,
         f"a name has 1 to 63 letters, digits, '.', '_' and '-', the first one a letter or digit; got {name[:80]!r}",
     )
+
+
+def _check_days(days: float) -> None:
+    most = AUTHORITY_LIFE.days
+    require(0 < days <= most, f"a certificate lives more than 0 and at most {most} days, got {days:g}")
 
 
 def _proof(token: Token, request: bytes) -> bytes:
