@@ -11,7 +11,7 @@ from helpers.elastic import serve, worker
 from helpers.keys import keys_of
 from helpers.program import Program
 
-from thinwire.comm import ElasticCommunicator
+from thinwire.comm import CommunicationError, ElasticCommunicator
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tls.connections import Client, Listener, Refused
 from thinwire.comm.tls.relay import Relay, host_at
@@ -84,3 +84,14 @@ def test_what_cannot_be_is_refused(tmp_path):
         ElasticCommunicator("https://127.0.0.1:1", 3, credentials=credentials, listens=False)
     with pytest.raises(ValueError, match="worker 3: a relay is for workers of one process with credentials"):
         ElasticCommunicator("http://127.0.0.1:1", 3, relay="127.0.0.1:1")
+
+
+@pytest.mark.parametrize("listens", [True, False])
+def test_a_relay_that_does_not_run_is_named_at_the_start(tmp_path, listens):
+    (credentials,) = keys_of(tmp_path, "a")
+    with Relay("127.0.0.1") as gone:
+        relay = f"127.0.0.1:{gone.address[1]}"
+    with pytest.raises(CommunicationError, match=f"worker 3: the relay at {relay}: Connection refused"):
+        ElasticCommunicator(
+            "https://127.0.0.1:1", 3, quorum_seconds=1.0, credentials=credentials, listens=listens, relay=relay
+        )

@@ -306,7 +306,7 @@ class Forming:
 def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int) -> str:
     """Where others reach this worker: at its own address, or at the relay if it does not listen or is behind NAT."""
     try:
-        is_reached = listens and own_address_at(relay) == own
+        is_reached = own_address_at(relay) == own and listens  # a relay that does not run is noticed at once
     except OSError as error:
         raise CommunicationError(f"worker {number}: {error}") from error
     return own if is_reached else host_at(relay)
