@@ -5,15 +5,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
-#include <dlfcn.h>
 #include <poll.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "engine.hpp"
 
@@ -23,24 +24,33 @@ using namespace thinwire::wire;
 
 namespace {
 
-// Lets other threads run Python meanwhile. A thread that comes back while Python ends stays here: to ask for the GIL would
-// end the thread, through destructors that may not throw, and so abort the process. Python 3.14 does the same by itself.
+// Lets other threads run Python meanwhile. A thread that comes back after `end` stays here: if it asked for the GIL while
+// Python finalizes, that would end the thread, through destructors that may not throw, and so abort the process.
 class Released {
   public:
     Released() : state_(PyEval_SaveThread()) {}
     Released(const Released&) = delete;
     ~Released() {
-        if (is_ending && is_ending() && !is_main_thread())
+        ++coming_back;
+        if (is_ending && !is_main_thread()) {
+            --coming_back;
             while (true) ::pause();
+        }
         PyEval_RestoreThread(state_);
+        --coming_back;
+    }
+
+    // Keeps threads here from now on, and waits for those that are about to have the GIL.
+    static void end() {
+        is_ending = true;
+        Released release;
+        for (int i = 0; i < 1000 && coming_back > 0; ++i) // a second: in a fork, some have not come with it
+            std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
 
   private:
-    // Not in the stable ABI before Python 3.13, where its name begins with an underscore.
-    static inline int (*const is_ending)() = [] {
-        void* known = dlsym(RTLD_DEFAULT, "Py_IsFinalizing");
-        return reinterpret_cast<int (*)()>(known ? known : dlsym(RTLD_DEFAULT, "_Py_IsFinalizing"));
-    }();
+    static inline std::atomic<bool> is_ending{false};
+    static inline std::atomic<int> coming_back{0};
 
     static bool is_main_thread() {
 #ifdef __APPLE__
@@ -175,6 +185,7 @@ NB_MODULE(_engine, m) {
         .def("drained", &Engine::drained, "seconds"_a, Unlocked())
         .def("close", &Engine::close, "seconds"_a, Unlocked())
         .def("counts", &Engine::counts, "peer"_a, Unlocked());
+    m.def("end_threads", &Released::end, "Keep threads that come back in C++ from now on: the process ends.");
     m.attr("STREAM_SHIFT") = kStreamShift;
     m.attr("LOST") = static_cast<int>(Event::kLost);
     m.attr("ENDED") = static_cast<int>(Event::kEnded);

@@ -26,7 +26,9 @@ from helpers.cases import case
 from helpers.program import programs
 from helpers.spawn import run_tcp, run_threads, spawn
 
+import thinwire as tw
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld
+from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
 
@@ -203,6 +205,23 @@ def send_a_slow_heartbeat(rank, store):
     return asker._beat
 
 
+def compute_in_the_background(rank, store):
+    """For a minute, if nothing ends it."""
+    background, x = Background("computing"), torch.zeros(1000)
+
+    def compute():
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            x.add_(1.0)
+
+    return background.submit(compute).wait
+
+
+def finalize_for_a_second():
+    sys.modules["late"] = late = types.ModuleType("late")
+    late.value = type("Late", (), {"__del__": lambda self, sleep=time.sleep: sleep(1)})()
+
+
 def ends_while_a_thread_waits(start, rank, folder):
     """Rank 0 ends while a thread of it waits, for rank 1 or for a while; the wait would be over while Python finalizes."""
     store = dist.FileStore(f"{folder}/store", 2)
@@ -213,17 +232,35 @@ def ends_while_a_thread_waits(start, rank, folder):
         os._exit(0)
     threading.Thread(target=wait, daemon=True).start()
     time.sleep(0.3)
-    sys.modules["late"] = late = types.ModuleType("late")
-    late.value = type("Late", (), {"__del__": lambda self, sleep=time.sleep: sleep(1)})()  # a second of finalizing
+    finalize_for_a_second()
     store.set("end", "")
     sys.exit(1)
 
 
-@pytest.mark.parametrize("start", [wait_over_gloo, wait_in_an_elastic_round, send_a_slow_heartbeat])
-def test_a_process_ends_with_its_own_exit_code_while_a_thread_waits(start, tmp_path):
+@pytest.mark.parametrize(
+    "start", [wait_over_gloo, wait_in_an_elastic_round, send_a_slow_heartbeat, compute_in_the_background]
+)
+def test_a_process_ends_with_its_own_exit_code_while_a_thread_is_at_work(start, tmp_path):
     arguments = [(start, rank, str(tmp_path)) for rank in range(2)]
     with programs(ends_while_a_thread_waits, arguments, tmp_path) as (first, second):
         assert (first.wait(150), second.wait(150)) == (1, 0), first.stderr
+
+
+def averages_and_ends(rank, folder):
+    """The script never detaches, and the thread that averages goes on."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    model = torch.nn.Linear(1000, 1000)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sys.modules["attached"] = tw.attach(model, optimizer, tw.Asynchronous())
+    for _ in range(3):
+        model(torch.ones(1, 1000)).sum().backward()
+        optimizer.step()
+    finalize_for_a_second()
+
+
+def test_a_script_may_end_while_a_thread_averages(tmp_path):
+    with programs(averages_and_ends, [(rank, str(tmp_path)) for rank in range(2)], tmp_path) as (first, second):
+        assert (first.wait(150), second.wait(150)) == (0, 0), first.stderr + second.stderr
 
 
 def waits_for_ever(comm, folder):

@@ -22,8 +22,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import thinwire.comm.exit
-
 from .spawn import CONTEXT
 
 _all: weakref.WeakSet[Program] = weakref.WeakSet()
@@ -155,8 +153,7 @@ def _main(function: Callable[..., None], arguments: tuple, environment: dict[str
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # a launcher under test blocks signals while it starts the server
     gc.freeze()  # what the server has imported: the collections at the end need not look at it
     if sys.version_info >= (3, 13):  # `multiprocessing` has cleared what was registered when the server imported it
-        for at_exit in (weakref.finalize._exitfunc, thinwire.comm.exit._end_waits):  # type: ignore[attr-defined]
-            atexit.register(at_exit)
+        atexit.register(weakref.finalize._exitfunc)  # type: ignore[attr-defined]
     code = 0
     try:
         function(*arguments)

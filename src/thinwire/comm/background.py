@@ -9,6 +9,7 @@ from queue import SimpleQueue
 from typing import Any
 from weakref import finalize
 
+from .exit import until_exit
 from .handle import Handle
 
 
@@ -56,8 +57,9 @@ class Background:
 
 def _run(calls: SimpleQueue[Any]) -> None:
     for future, call in iter(calls.get, None):
-        try:
-            future.set_result(call())
-        except BaseException as error:
-            future.set_exception(error)
+        with until_exit():
+            try:
+                future.set_result(call())
+            except BaseException as error:
+                future.set_exception(error)
         del future, call  # so that an idle thread keeps nothing alive

@@ -1,55 +1,81 @@
-"""Waits of background threads in C++ and Rust, which are over before Python finalizes.
+"""Work of background threads in C++ and Rust, which is over before Python finalizes.
 
-A daemon thread may be in such a wait when the process ends. If it comes back while Python finalizes, Python ends the thread,
-through destructors of C++ or Rust that may not be left so, and that aborts the process in place of its exit code. (Python 3.14
-leaves such threads asleep instead.) The engine of our own connections looks after itself: see `native/wire/bind.cpp`.
+If a daemon thread comes back from C++ or Rust while Python finalizes, Python ends the thread, through destructors that may not
+be left so, and that aborts the process in place of its exit code. (Python 3.14 leaves such threads asleep instead.) So our
+threads work in `until_exit`. Where the process ends meanwhile, what they wait for is closed, and they have two seconds. The
+engine of our own connections looks after the threads that it serves: see `native/wire/bind.cpp`.
 """
 
 from __future__ import annotations
 
-import atexit
+import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from weakref import finalize
 
-EXIT_SECONDS = 2.0  # for the waits to end
+EXIT_SECONDS = 2.0  # for threads to end what they do
 
-_waiting: dict[int, Callable[[], object]] = {}  # by thread: what ends its wait
+_at_work: dict[int, Callable[[], object]] = {}  # by thread: what ends its wait
+_afterwards: list[Callable[[], object]] = []
 _is_ending = False
 
 
-def wait_at_most_until_exit(wait: Callable[[], Any], interrupt: Callable[[], object] = lambda: None) -> None:
-    """Call `wait`. If the process ends meanwhile, `interrupt` is called, and the wait has two seconds to end.
+def after_work(call: Callable[[], object]) -> None:
+    """Call this at the end of the process, when threads are through with their work."""
+    _afterwards.append(call)
+
+
+@contextmanager
+def until_exit(interrupt: Callable[[], object] = lambda: None) -> Iterator[None]:
+    """Context for work in C++ or Rust. If the process ends meanwhile, `interrupt` is called, and the thread is waited for.
+
+    Contexts may be nested; the inner one's `interrupt` counts. A thread that enters one while the process ends stays there.
 
     Example:
         >>> import threading
         >>> come = threading.Event()
-        >>> waiting = threading.Thread(target=wait_at_most_until_exit, args=(come.wait, come.set), daemon=True)
+        >>> def wait():
+        ...     with until_exit(come.set):
+        ...         come.wait()
+        >>> waiting = threading.Thread(target=wait, daemon=True)
         >>> waiting.start()  # and the process could end
         >>> come.set()
     """
     thread = threading.get_ident()
-    _waiting[thread] = interrupt
+    outer = _at_work.get(thread)
+    _at_work[thread] = interrupt
     try:
         if _is_ending and threading.current_thread() is not threading.main_thread():
-            del _waiting[thread]
+            del _at_work[thread]
             threading.Event().wait()  # it has come too late, and sleeps until the process is gone
-        wait()
+        yield
     finally:
-        _waiting.pop(thread, None)
+        if outer is None:
+            _at_work.pop(thread, None)
+        else:
+            _at_work[thread] = outer
 
 
-@atexit.register
-def _end_waits() -> None:
+def _end_work() -> None:
     global _is_ending
     _is_ending = True
-    for interrupt in list(_waiting.values()):
+    for interrupt in list(_at_work.values()):
         interrupt()
-    deadline = time.monotonic() + EXIT_SECONDS
-    while _waiting and time.monotonic() < deadline:
+    now = time.monotonic()
+    half, end = now + EXIT_SECONDS / 2, now + EXIT_SECONDS
+    while _at_work and time.monotonic() < end:
         time.sleep(0.001)
+        if time.monotonic() > half:  # a long computation ends where it is next in Python
+            half = end
+            for thread in list(_at_work):
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+    for call in _afterwards:
+        call()
 
 
-os.register_at_fork(after_in_child=_waiting.clear)  # a fork does not have the threads
+# Finalizers run in the reverse order of their making, so connections of our own are closed before.
+finalize(until_exit, _end_work)
+os.register_at_fork(after_in_child=_at_work.clear)  # a fork does not have the threads

@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .exit import wait_at_most_until_exit
+from .exit import until_exit
 from .handle import CommunicationError, reason_of
 
 HANG_UP_TAG = 1  # all messages have tag 0
@@ -27,12 +26,9 @@ def hang_up(gloo: Any) -> None:
         gloo: a `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
     """
 
-    def receive_nothing(peer: int) -> None:
-        with contextlib.suppress(RuntimeError, ValueError):
-            gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
-
     for peer in set(range(gloo.size())) - {gloo.rank()}:
-        wait_at_most_until_exit(partial(receive_nothing, peer))
+        with contextlib.suppress(RuntimeError, ValueError), until_exit():
+            gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 def wait_for_all(

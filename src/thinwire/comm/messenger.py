@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .base import Communicator
 from .channel import Message
+from .exit import until_exit
 from .handle import CommunicationError
 
 END_SECONDS = 10.0  # for the threads to end
@@ -88,7 +89,8 @@ class Messenger:
     def _send_all(self) -> None:
         for peer, kind, payload in iter(self._outbox.get, None):
             if peer not in self._lost:
-                self._send(peer, kind, payload)
+                with until_exit():
+                    self._send(peer, kind, payload)
         self._has_ended = True
         # So that the receiving thread sees that all has ended.
         self._channel.wake()
@@ -107,10 +109,11 @@ class Messenger:
     def _receive_all(self) -> None:
         while not self._has_ended:
             sources = self._peers - self._lost
-            try:
-                self._handle(self._channel.receive(sources))
-            except CommunicationError:
-                self._find_lost(sources)
+            with until_exit(self._channel.wake):
+                try:
+                    self._handle(self._channel.receive(sources))
+                except CommunicationError:
+                    self._find_lost(sources)
 
     def _handle(self, message: Message | None) -> None:
         if message is None or message.source in self._lost:

@@ -31,7 +31,7 @@ from .addresses import own_address
 from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
-from .exit import wait_at_most_until_exit
+from .exit import until_exit
 from .gloo import hang_up, wait_for_all
 from .handle import CommunicationError, reason_of
 from .ledger import Ledger
@@ -120,7 +120,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _complete(self, wait: Callable[[], Any]) -> None:
         try:
-            wait_at_most_until_exit(wait, self._hang_up)
+            with until_exit(self._hang_up):
+                wait()
         except RuntimeError:
             self._has_failed = True
             self._hang_up()

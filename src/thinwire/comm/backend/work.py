@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..exit import until_exit
 from ..handle import CommunicationError, Handle
 
 Limit = timedelta | None
@@ -98,9 +99,10 @@ class ThinwireWork(dist.Work):
         self._over.set()
 
     def _finish_future(self) -> None:
-        self._finish()
-        assert self._future is not None
-        self._settle(self._future)
+        with until_exit():
+            self._finish()
+            assert self._future is not None
+            self._settle(self._future)
 
     def _settle(self, future: torch.futures.Future[list[Tensor]]) -> None:
         if self._error is None:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
-from ..exit import wait_at_most_until_exit
+from ..exit import until_exit
 from ..gloo import hang_up, wait_for_all
 from ..handle import CommunicationError
 from ..tcp import TcpCommunicator, is_available
@@ -144,8 +144,13 @@ class GlooGroups(Groups):
 
     def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
         # Each wait names its limit, because Gloo's own one is that of connecting.
-        wait = partial(wait_for_all, works, limit=self.limit)
-        return partial(wait_at_most_until_exit, wait, partial(hang_up, self._gloo))
+        gloo = self._gloo
+
+        def wait() -> None:
+            with until_exit(partial(hang_up, gloo)):
+                wait_for_all(works, limit=self.limit)
+
+        return wait
 
 
 class TcpGroups(Groups):

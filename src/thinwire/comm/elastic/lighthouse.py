@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ..addresses import address_text, own_address, parse_address
-from ..exit import wait_at_most_until_exit
+from ..exit import until_exit
 from ..handle import CommunicationError
 from ..store import connected_store
 from ..tls.connections import Listener
@@ -229,11 +229,8 @@ class Asker:
             self._wakened.clear()
             # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
-                with contextlib.suppress(Exception):  # the Lighthouse restarts
-                    wait_at_most_until_exit(self._send_heartbeat)
-
-    def _send_heartbeat(self) -> None:
-        self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
+                with contextlib.suppress(Exception), until_exit():  # the Lighthouse restarts
+                    self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
 
 
 class Missing(CommunicationError):

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from ... import debug
 from ..addresses import parse_address
+from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
 from ..tls.connections import Client, Refused
 from ..tls.credentials import Credentials
@@ -275,7 +276,8 @@ class _Fetch:
         place, hash = self._manifest.place(number), self._manifest.hash(number)
         if hashlib.sha256(chunk).digest() != hash:
             return False
-        self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+        with until_exit():
+            self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         with self._changed:
             # A view of the section, which takes no memory of its own.
             self._held[hash] = self._section[place]

@@ -6,6 +6,7 @@ Collectives and channels (`communicator.py`, `channel.py`) each have endpoints o
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
 import secrets
@@ -17,6 +18,7 @@ from weakref import finalize
 
 from torch import Tensor
 
+from ..exit import after_work
 from ..handle import CommunicationError
 from .connections import Connections, Contact, Place, WrongContact
 from .handshake import SECRET_BYTES
@@ -79,6 +81,7 @@ class Endpoint:
             )
         from ._engine import Engine
 
+        _end_threads_at_exit()
         rank, size, gather, place, self._timeout = meeting
         self.connections = Connections(rank, peers, self._timeout, place)
         self.engine = Engine(rank, size, self._timeout, is_channel)
@@ -151,6 +154,13 @@ def _secret_in(text: Any) -> bytes:
         if len(secret := bytes.fromhex(text)) == SECRET_BYTES:
             return secret
     raise WrongContact(0, "rank 0 has told no secret of the run")
+
+
+@functools.cache
+def _end_threads_at_exit() -> None:
+    from ._engine import end_threads
+
+    after_work(end_threads)
 
 
 def _end(engine: Engine, connections: Connections, process: int) -> None:

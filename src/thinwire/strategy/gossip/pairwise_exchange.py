@@ -24,12 +24,14 @@ import threading
 import time
 from collections.abc import Iterator
 from enum import IntEnum
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ...average.gossip.pairwise import Pairwise, PairwiseState
 from ...comm import CommunicationError, Communicator, Message
+from ...comm.exit import until_exit
 
 END_SECONDS = 10.0  # for the thread to end: it may be sending to a partner that does not read
 MAX_REASON_BYTES = 10_000  # of the message with the reason why a worker stops
@@ -136,6 +138,10 @@ class PairwiseExchange:
     # ---- the thread ----
 
     def _run(self) -> None:
+        with until_exit(partial(self.drop, "the process has ended")):
+            self._serve_and_tell()
+
+    def _serve_and_tell(self) -> None:
         try:
             self._serve()
         except BaseException as error:  # the training raises it

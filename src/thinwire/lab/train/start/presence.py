@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from functools import partial
 from types import TracebackType
 
 from ....comm import CommunicationError
-from ....comm.exit import wait_at_most_until_exit
+from ....comm.exit import until_exit
 from ....comm.store import Store
 
 BEAT_SECONDS = 1.0
@@ -55,7 +54,8 @@ class Presence:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             while not self._ended.wait(self._beat_seconds):
                 number += 1
-                wait_at_most_until_exit(partial(self._store.set, f"present/{self._rank}", str(number)))
+                with until_exit():
+                    self._store.set(f"present/{self._rank}", str(number))
 
     def report(self, reason: str) -> None:
         """Tell the others why this worker fails."""
