@@ -300,6 +300,24 @@ def test_futures_and_limits_of_a_call():
     spawn(2, has_futures)
 
 
+def reduces_in_inference_mode(comm) -> list[torch.Tensor]:
+    """Threads of ours, which have a mode of their own, write into tensors that only this mode may change."""
+    group = on("thinwire")
+    with torch.inference_mode():
+        dist.all_reduce(plain := torch.ones(5), group=group)
+        dist.all_reduce(turned := torch.ones(2, 3).t(), group=group, async_op=True).get_future().wait()
+        late = dist.all_reduce(x := torch.ones(3, 2).t(), Op.AVG, group, async_op=True)
+    late.wait()
+    return [plain, turned, x]
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_inference_mode(size):
+    for plain, turned, averaged in spawn(size, reduces_in_inference_mode):
+        assert plain.tolist() == [size] * 5
+        assert turned.tolist() == [[size] * 2] * 3 and averaged.tolist() == [[1] * 3] * 2
+
+
 # ---- groups ----
 
 
@@ -415,6 +433,8 @@ def trains(comm, backend: str, kind: str, folder: str) -> list[torch.Tensor]:
     group, net = on(backend), model()
     if kind == "ddp":
         net = nn.parallel.DistributedDataParallel(net, process_group=group, bucket_cap_mb=0.001)
+    elif kind == "compiled ddp":
+        net = torch.compile(nn.parallel.DistributedDataParallel(net, process_group=group), backend="eager")
     else:
         mesh = dist.DeviceMesh.from_group(group, "cpu")
         fully_shard(net[0], mesh=mesh)
@@ -434,16 +454,16 @@ def trains(comm, backend: str, kind: str, folder: str) -> list[torch.Tensor]:
                 parameter.zero_()
         dcp.load(saved, checkpoint_id=f"{folder}/{backend}", process_group=group)
     whole = get_model_state_dict(net, options=StateDictOptions(full_state_dict=True, broadcast_from_rank0=False))
-    return [value.clone() for value in whole.values()] if comm.rank == 0 or kind == "ddp" else []
+    return [value.clone() for value in whole.values()] if comm.rank == 0 or kind != "fsdp2" else []
 
 
-@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+@pytest.mark.parametrize("kind", ["ddp", "compiled ddp", "fsdp2"])
 def test_training_ends_as_over_gloo(tmp_path, kind):
     ours, theirs = (spawn(2, trains, backend, kind, str(tmp_path)) for backend in ("thinwire", "gloo"))
     assert len(ours[0]) == 4
     for a, b in zip(ours[0], theirs[0], strict=True):
         torch.testing.assert_close(a, b, rtol=0, atol=1e-6)  # two terms have one sum; DDP scales before, FSDP2 after it
-    if kind == "ddp":
+    if kind != "fsdp2":
         assert all(torch.equal(a, b) for a, b in zip(*ours, strict=True))
 
 

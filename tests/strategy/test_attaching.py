@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
+
 import pytest
 import torch
 from helpers.gradients import fingerprint, make_model, train
@@ -290,6 +293,25 @@ def attached_again_worker(comm):
 
 def test_a_ddp_that_was_attached_before_is_refused():
     spawn(1, attached_again_worker)
+
+
+def dropped_worker(comm):
+    def train_once(is_detached):
+        ddp = DistributedDataParallel(nn.Linear(2, 2))
+        handle = tw.compress_gradients(ddp, SPARSE)
+        with handle.no_sync():
+            ddp(torch.ones(1, 2)).sum().backward()
+        if is_detached:
+            handle.detach()
+        return [weakref.ref(dropped) for dropped in (ddp, ddp.module, handle)]
+
+    dropped = [*train_once(True), *train_once(False)]
+    gc.collect()
+    assert [reference() for reference in dropped] == [None] * 6
+
+
+def test_a_ddp_that_nobody_uses_is_garbage_with_its_strategy():
+    spawn(1, dropped_worker)
 
 
 def hook_worker(comm):

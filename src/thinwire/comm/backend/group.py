@@ -31,6 +31,7 @@ def _in_main_memory(
 ) -> Any:  # of any type, for PyTorch's have more ways to call them
     """Tensors elsewhere go to the C++ class, under the same name."""
 
+    @torch.compiler.disable  # Dynamo would trace what a compiled model in DDP calls here
     @wraps(method)
     def dispatched(self: ThinwireGroup, *args: Any, **named: Any) -> Any:
         device = _device([*args, *named.values()])

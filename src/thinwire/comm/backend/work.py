@@ -93,7 +93,9 @@ class ThinwireWork(dist.Work):
 
     def _finish(self) -> None:
         try:
-            self._source = self._handle.wait()
+            # Threads have modes of their own, and tensors made under `torch.inference_mode` can be written in it alone.
+            with torch.inference_mode(any(tensor.is_inference() for tensor in self._tensors)):
+                self._source = self._handle.wait()
         except Exception as error:
             self._error = error
         self._over.set()

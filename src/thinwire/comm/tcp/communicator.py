@@ -391,7 +391,7 @@ class TcpCommunicator(Communicator):
 
         def finish() -> None:
             wait()
-            reduction([tensor, theirs] if self.rank == 0 else [theirs, tensor], tensor)
+            _reduce_into(tensor, [tensor, theirs] if self.rank == 0 else [theirs, tensor], reduction)
             self._spare.give_back(theirs)
 
         return finish
@@ -432,7 +432,7 @@ class TcpCommunicator(Communicator):
         def reduce() -> None:
             received()
             flat = out.view(-1)
-            reduction([flat if copy is out else copy.view(-1) for copy in copies], flat)
+            _reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies], reduction)
             for copy in self._others(copies).values():
                 self._spare.give_back(copy)
 
@@ -447,6 +447,12 @@ def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tens
         total = operation(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
     if total is not out:
         out.copy_(total)
+
+
+def _reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> None:
+    # Under `torch.inference_mode` made, a tensor can be written in this mode alone, which is each thread's own.
+    with torch.inference_mode(out.is_inference()):
+        reduction(terms, out)
 
 
 def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:

@@ -126,9 +126,10 @@ class Connections:
         self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
         seen_as = "" if place.relay is None else self._seen_by(place.relay)
         self._relay = place.relay
-        self._listener = socket.socket(place.family)
         if place.listens:
             self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
+        else:
+            self._listener = socket.socket(place.family)
         # Without a listener the port is 0, so that nobody dials this worker.
         port = self._listener.getsockname()[1]
         self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")

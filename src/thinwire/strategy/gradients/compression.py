@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,8 @@ class GradientCompression(AveragerAttachment):
         self._names = {id(p): name for name, p in self.parameters}
         self._sharded = {name for name, p in self.parameters if is_sharded(p)}
         self._kinds = {name: kind_of(p) for name, p in self.parameters}
-        self._scaler, self._ddp = runtime.scaler, ddp
+        # DDP holds this object in C++, where the garbage collector sees no cycle of references.
+        self._scaler, self._ddp = runtime.scaler, None if ddp is None else ref(ddp)
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
         self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
@@ -101,7 +102,7 @@ class GradientCompression(AveragerAttachment):
     def no_sync(self) -> AbstractContextManager[None]:
         """Context in which backward only accumulates; the first backward after it averages the sum."""
         if self._ddp is not None:
-            return self._ddp.no_sync()
+            return required(self._ddp(), f"{self.call}: the model in DDP exists no more").no_sync()
         mistake = "this model is in DistributedDataParallel: call no_sync() of the DDP model instead"
         return required(self._buckets, mistake).no_sync()
 
@@ -161,7 +162,7 @@ class GradientCompression(AveragerAttachment):
         if self._ddp is None:
             self._attach_plain()
         else:
-            self._attach_ddp(self._ddp)
+            self._attach_ddp(required(self._ddp(), f"{self.call}: the model in DDP exists no more"))
 
     def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
         size = ddp.process_group.size()

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ... import debug
-from ...algorithm import require, required
+from ...algorithm import require
 from ...clock import Clock
 from ...codec import QSGD, Codec, Key
 from ...comm import Communicator, Ledger, ProcessGroupCommunicator
@@ -73,8 +73,11 @@ class ShardCompression(Attachment):
 
     @property
     def ledger(self) -> Ledger:
-        """The bytes that this worker sent and received, and what the same collectives would have sent dense."""
-        return required(self._comm, f"{CALL}: not connected yet; the first forward pass connects the workers").ledger
+        """The bytes that this worker sent and received, and what the same collectives would have sent dense.
+
+        An empty one until the first forward pass connects the workers, and for a single worker.
+        """
+        return Ledger(1) if self._comm is None else self._comm.ledger
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -112,11 +115,12 @@ class ShardCompression(Attachment):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
-        if self.is_detached or self._comm is None:
+        if self.is_detached:
             return args, kwargs
         if self._own_gradients is None:
             self._shards.connect_replica()
-            self._own_gradients = OwnGradients(self._nonfinite, self._comm.rank, self._named, self._shards)
+            rank = self._comm.rank if self._comm else 0  # FSDP of a single worker calls no collective
+            self._own_gradients = OwnGradients(self._nonfinite, rank, self._named, self._shards)
         self._own_gradients.culprit, self._culprit = self._culprit, None
         return self._own_gradients.guard(optimizer, args, kwargs)
 
