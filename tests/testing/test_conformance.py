@@ -70,6 +70,7 @@ def test_memories_keep_the_contract(memory):
 
 def test_loco_keeps_the_contract_to_its_8_bits():
     check_memory(tw.memory.LoCo(), rounding=1 / 127)
+    check_averager(tw.Mean(tw.QSGD(bits=4), tw.memory.LoCo()), sizes=(2, 1), rounding=1 / 127)
 
 
 @pytest.mark.parametrize(
@@ -336,6 +337,31 @@ class Tossing(Rounding):
         return super().step(state, tensors, comm, scale)
 
 
+@dataclass(frozen=True, repr=False)
+class Amnesic(Rounding):
+    """Never commits what it lost."""
+
+    def commit(self, state):
+        finite = state.finite
+        self.discard(state)
+        return finite
+
+
+@dataclass(frozen=True, repr=False)
+class Silent(Rounding):
+    """Leaves zeros."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        handle = super().step(state, tensors, comm, scale)
+
+        def finish():
+            handle.wait()
+            for _, t in tensors:
+                t *= 0  # keeps what is not finite
+
+        return Handle(finish)
+
+
 def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
     check_averager(Rounding(), sizes=(1, 2), named=False)
 
@@ -360,6 +386,8 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
         (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
         (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (lambda: check_averager(Amnesic(), sizes=(2,), named=False), "commit keeps nothing of rounds that lost"),
+        (lambda: check_averager(Silent(), sizes=(2,), named=False), "do not point where the means do"),
         (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
         (lambda: check_averager(Tossing(), sizes=(2,), named=False), "touched the global random state"),
     ],
