@@ -450,6 +450,23 @@ def test_a_disconnected_topology_is_found_and_refused_by_gossip():
         check_averager(tw.Choco(pairs), sizes=(4,), named=False)
 
 
+@dataclass(frozen=True, repr=False)
+class OneWay(tw.topology.Topology):
+    """Every worker sends to the next rank, and waits for it."""
+
+    def _neighbours(self, rank, step, size):
+        return Neighbours({(rank + 1) % size: 0.5}, {(rank + 1) % size: 0.5}, 0.5)
+
+
+@pytest.mark.parametrize("averager", [tw.Mix(OneWay()), tw.PushSum(OneWay())], ids=["Mix", "PushSum"])
+def test_gossip_refuses_a_topology_whose_receivers_wait_for_others(averager):
+    """It failed by a timeout."""
+    with pytest.raises(
+        ValueError, match="from rank 0 to rank 1 of 3 workers at step 0, the weight is 0.5 for the sender"
+    ):
+        tw.LocalWorld(3).run(lambda comm: averager.init([("w", torch.zeros(4))], comm))
+
+
 def test_a_communicator_that_adds_wrongly_is_found():
     def run(operation):
         def worker(comm):
