@@ -12,9 +12,11 @@ from helpers.codecs import CODECS, ONE_OF_EACH
 import thinwire as tw
 from thinwire import kernels
 from thinwire.average.base import check_agreement
+from thinwire.clock import Clock
 from thinwire.comm import Handle
-from thinwire.membership import State, own, pending, shared
+from thinwire.membership import State, config, own, pending, shared
 from thinwire.memory import ErrorFeedbackState
+from thinwire.schedule import Progress
 from thinwire.testing import (
     check_averager,
     check_codec,
@@ -256,6 +258,8 @@ class RoundingState(State):
     error: dict[str, torch.Tensor] = own()
     lost: dict[str, torch.Tensor] = pending(default_factory=dict)
     finite: bool = pending(default=True)
+    progress: Progress = shared(default=Progress())
+    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True, repr=False)
@@ -291,6 +295,24 @@ class Rounding(tw.average.Averager):
     @staticmethod
     def _state(tensors):
         return RoundingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
+@dataclass
+class BareState(State):
+    """What the algorithm needs, and not what strategies do."""
+
+    error: dict[str, torch.Tensor] = own()
+    lost: dict[str, torch.Tensor] = pending(default_factory=dict)
+    finite: bool = pending(default=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Bare(Rounding):
+    """No strategy could use its state."""
+
+    @staticmethod
+    def _state(tensors):
+        return BareState({name: torch.zeros(t.shape) for name, t in tensors})
 
 
 @dataclass(frozen=True, repr=False)
@@ -365,6 +387,17 @@ class Silent(Rounding):
 def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
     check_averager(Rounding(), sizes=(1, 2), named=False)
 
+    def worker(comm):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.compress_gradients(model, tw.ByName({"*": Rounding()}), comm=comm) as handle:
+            handle.set_epoch(1)
+            model(torch.full((1, 3), 1.0 + comm.rank)).sum().backward()
+            optimizer.step()
+            return model.weight.grad[0, 0].item() if "blocked" in handle.seconds else None
+
+    assert tw.LocalWorld(2).run(worker) == [1.5, 1.5]
+
 
 @pytest.mark.parametrize(
     "check, message",
@@ -383,6 +416,7 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
             "what is shared has other bits on rank 1",
         ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
+        (lambda: check_averager(Bare(), sizes=(2,), named=False), r"need the fields \['clock', 'progress'\]"),
         (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
         (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
         (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),

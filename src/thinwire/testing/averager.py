@@ -22,16 +22,16 @@ def check_averager(
 ) -> None:
     """Check that an averager fulfils the contract of `thinwire.average.base`.
 
-    Averagers of gradients leave the same bits on all workers, which point where the mean does; what is a worker's own changes
-    in rounds that lost something. Gossip keeps the mean if it says so, and moves workers
-    closer; it leaves a lone worker as it is; it takes tensors of any float type, strides and size; and a step that is under
-    way adds its change to what the tensors hold when it is waited for. A repeated round gives the same bits, and so does a
-    saved and loaded state. A round that is given up leaves no trace; on another number of workers what is a worker's own
-    keeps its mean, and what is shared its bits. `commit` reports a round with an infinity on the workers that received it,
-    also where a finite result is too large for a tensor's type; an averager with `leaves_out_nonfinite` leaves a finite
-    result without that worker. A round that is not committed leaves what is a worker's own as it was, and later rounds are
-    committed. A loss scale of a power of two does not change the results of averagers of gradients. Workers with different
-    tensors fail together in `init`. No global random state is changed.
+    The state has the fields that strategies need. Averagers of gradients leave the same bits on all workers, which point where
+    the mean does; what is a worker's own changes in rounds that lost something. Gossip keeps the mean if it says so, and
+    moves workers closer; it leaves a lone worker as it is; it takes tensors of any float type, strides and size; and a step
+    that is under way adds its change to what the tensors hold when it is waited for. A repeated round gives the same bits,
+    and so does a saved and loaded state. A round that is given up leaves no trace; on another number of workers what is a
+    worker's own keeps its mean, and what is shared its bits. `commit` reports a round with an infinity on the workers that
+    received it, also where a finite result is too large for a tensor's type; an averager with `leaves_out_nonfinite` leaves
+    a finite result without that worker. A round that is not committed leaves what is a worker's own as it was, and later
+    rounds are committed. A loss scale of a power of two does not change the results of averagers of gradients. Workers with
+    different tensors fail together in `init`. No global random state is changed.
 
     Args:
         averager: the averager to check.
@@ -113,6 +113,10 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None, growt
     """The unscaled results of the last of six rounds; the loss scale grows by a factor from round to round."""
     tensors = _tensors(comm.rank, 0)
     state = averager.init(tensors, comm, seed=5)
+    missing = {"clock", "finite", "progress"} - set(dir(state))
+    assert not missing, (
+        f"{averager}: strategies need the fields {sorted(missing)} of its state; see thinwire.average.base"
+    )
     for step in range(6):
         if step == resume_at:
             saved = state.state_dict()
