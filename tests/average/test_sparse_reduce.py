@@ -195,6 +195,29 @@ def test_with_everything_selected_it_is_the_mean(codec: tw.codec.Codec, size: in
 # ---- regions ----
 
 
+@pytest.mark.parametrize(
+    "codec", [SPARSE, tw.TopK(0.1, sample=0.5), tw.codec.CoarseGrainedTopK(0.3, chunk=8)], ids=repr
+)
+@pytest.mark.parametrize("memory", [None, tw.ErrorFeedback(), tw.MomentumCorrection(0.5)], ids=repr)
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_call_of_dense_tensors_alone_is_the_mean(codec: tw.codec.Codec, memory: tw.memory.Memory, nodes: int) -> None:
+    """Such as a bucket of biases and norms."""
+    options = (
+        {"exchange": "hierarchical_sparse", "workers_per_node": 2} if nodes == 2 else {"exchange": "sparse_reduce"}
+    )
+    averager = tw.Mean(codec, memory, **options)
+
+    def worker(comm: tw.comm.Communicator) -> list[float]:
+        tensors = [("weight", torch.ones(4, 5)), ("bias", torch.full((3,), float(comm.rank)))]
+        state = averager.init(tensors, comm)
+        for tensor in reversed(tensors):
+            averager.step(state, [tensor], comm).wait()
+        assert averager.commit(state)
+        return tensors[1][1].tolist()
+
+    assert tw.LocalWorld(4).run(worker) == [[1.5] * 3] * 4
+
+
 @pytest.mark.parametrize("size", [1, 2, 7, 64])
 @pytest.mark.parametrize("numels", [(1,), (2, 1, 3), (432, 41472, 165888, 7680), (10**6,)])
 def test_regions_share_out_every_coordinate(numels: tuple[int, ...], size: int) -> None:

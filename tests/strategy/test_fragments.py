@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import threading
 import warnings
 from dataclasses import dataclass
@@ -406,6 +407,34 @@ def test_changes_that_are_not_finite_are_given_up_with_a_delay():
         f"rank {r}: changes were not finite and are given up" for r in range(2)
     ]
     assert all(torch.equal(x, vector(Quadratic())) for x in results)
+
+
+@pytest.mark.parametrize(
+    ("averager", "options"),
+    [(tw.Mix(), {}), (tw.Mean(), {"weights": tw.strategy.InverseNorm()})],
+    ids=["Mix", "weights"],
+)
+def test_a_worker_that_gave_up_its_changes_goes_on_with_the_others(averager, options):
+    """The others kept a share of their own parameters, so only they had a round in `synchronize`; or it kept a share of NaN."""
+
+    def worker(comm):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = tw.local_updates(model, optimizer, averager, 3, alpha=0.5, comm=comm, on_nonfinite="apply", **options)
+        for step in range(3):
+            model.set_gradients(comm.rank, step)
+            if step == 2 and comm.rank == 0:
+                model.layers[0].grad[0] = math.nan
+            optimizer.step()
+        own = vector(model)
+        handle.synchronize()
+        return own, vector(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        results = run_threads(2, worker)
+    assert all(own.isfinite().all() for own, _ in results)
+    assert torch.equal(results[0][1], results[1][1]) and not torch.equal(results[0][1], vector(Quadratic()))
 
 
 @pytest.mark.parametrize(

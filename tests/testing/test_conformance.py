@@ -12,9 +12,11 @@ from helpers.codecs import CODECS, ONE_OF_EACH
 import thinwire as tw
 from thinwire import kernels
 from thinwire.average.base import check_agreement
+from thinwire.clock import Clock
 from thinwire.comm import Handle
-from thinwire.membership import State, own, pending, shared
+from thinwire.membership import State, config, own, pending, shared
 from thinwire.memory import ErrorFeedbackState
+from thinwire.schedule import Progress
 from thinwire.testing import (
     check_averager,
     check_codec,
@@ -70,6 +72,7 @@ def test_memories_keep_the_contract(memory):
 
 def test_loco_keeps_the_contract_to_its_8_bits():
     check_memory(tw.memory.LoCo(), rounding=1 / 127)
+    check_averager(tw.Mean(tw.QSGD(bits=4), tw.memory.LoCo()), sizes=(2, 1), rounding=1 / 127)
 
 
 @pytest.mark.parametrize(
@@ -255,6 +258,8 @@ class RoundingState(State):
     error: dict[str, torch.Tensor] = own()
     lost: dict[str, torch.Tensor] = pending(default_factory=dict)
     finite: bool = pending(default=True)
+    progress: Progress = shared(default=Progress())
+    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True, repr=False)
@@ -290,6 +295,24 @@ class Rounding(tw.average.Averager):
     @staticmethod
     def _state(tensors):
         return RoundingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
+@dataclass
+class BareState(State):
+    """What the algorithm needs, and not what strategies do."""
+
+    error: dict[str, torch.Tensor] = own()
+    lost: dict[str, torch.Tensor] = pending(default_factory=dict)
+    finite: bool = pending(default=True)
+
+
+@dataclass(frozen=True, repr=False)
+class Bare(Rounding):
+    """No strategy could use its state."""
+
+    @staticmethod
+    def _state(tensors):
+        return BareState({name: torch.zeros(t.shape) for name, t in tensors})
 
 
 @dataclass(frozen=True, repr=False)
@@ -336,8 +359,44 @@ class Tossing(Rounding):
         return super().step(state, tensors, comm, scale)
 
 
+@dataclass(frozen=True, repr=False)
+class Amnesic(Rounding):
+    """Never commits what it lost."""
+
+    def commit(self, state):
+        finite = state.finite
+        self.discard(state)
+        return finite
+
+
+@dataclass(frozen=True, repr=False)
+class Silent(Rounding):
+    """Leaves zeros."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        handle = super().step(state, tensors, comm, scale)
+
+        def finish():
+            handle.wait()
+            for _, t in tensors:
+                t *= 0  # keeps what is not finite
+
+        return Handle(finish)
+
+
 def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
     check_averager(Rounding(), sizes=(1, 2), named=False)
+
+    def worker(comm):
+        model = torch.nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.compress_gradients(model, tw.ByName({"*": Rounding()}), comm=comm) as handle:
+            handle.set_epoch(1)
+            model(torch.full((1, 3), 1.0 + comm.rank)).sum().backward()
+            optimizer.step()
+            return model.weight.grad[0, 0].item() if "blocked" in handle.seconds else None
+
+    assert tw.LocalWorld(2).run(worker) == [1.5, 1.5]
 
 
 @pytest.mark.parametrize(
@@ -357,9 +416,12 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
             "what is shared has other bits on rank 1",
         ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
+        (lambda: check_averager(Bare(), sizes=(2,), named=False), r"need the fields \['clock', 'progress'\]"),
         (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
         (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
         (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (lambda: check_averager(Amnesic(), sizes=(2,), named=False), "commit keeps nothing of rounds that lost"),
+        (lambda: check_averager(Silent(), sizes=(2,), named=False), "do not point where the means do"),
         (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
         (lambda: check_averager(Tossing(), sizes=(2,), named=False), "touched the global random state"),
     ],
@@ -420,6 +482,23 @@ def test_a_disconnected_topology_is_found_and_refused_by_gossip():
         check_topology(pairs, sizes=(4,), named=False)
     with pytest.raises(ValueError, match="does not connect 4 workers"):
         check_averager(tw.Choco(pairs), sizes=(4,), named=False)
+
+
+@dataclass(frozen=True, repr=False)
+class OneWay(tw.topology.Topology):
+    """Every worker sends to the next rank, and waits for it."""
+
+    def _neighbours(self, rank, step, size):
+        return Neighbours({(rank + 1) % size: 0.5}, {(rank + 1) % size: 0.5}, 0.5)
+
+
+@pytest.mark.parametrize("averager", [tw.Mix(OneWay()), tw.PushSum(OneWay())], ids=["Mix", "PushSum"])
+def test_gossip_refuses_a_topology_whose_receivers_wait_for_others(averager):
+    """It failed by a timeout."""
+    with pytest.raises(
+        ValueError, match="from rank 0 to rank 1 of 3 workers at step 0, the weight is 0.5 for the sender"
+    ):
+        tw.LocalWorld(3).run(lambda comm: averager.init([("w", torch.zeros(4))], comm))
 
 
 def test_a_communicator_that_adds_wrongly_is_found():

@@ -16,9 +16,9 @@ waiting for the last; it waits in the order of the steps. Where an averager `sen
 `wait` come in the same order on all workers.
 
 State. What `init` returns is a `thinwire.membership.State`, whose fields say what is saved and what becomes of them with
-another number of workers. It has a `clock`, and `finite`: whether all results of the round so far were finite as the tensors
-hold them, a flag that `commit` alone reads. `ByName` gives its children one clock, and makes their `finite` one before it
-commits them.
+another number of workers. It has a `clock`; `progress`, which schedules follow; and `finite`: whether all results of the
+round so far were finite as the tensors hold them, a flag that `commit` alone reads. `ByName` gives its children one clock,
+and makes their `finite` one before it commits them.
 
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
 tells the averager that other workers take part from now on.

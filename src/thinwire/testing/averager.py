@@ -17,23 +17,27 @@ from .state import check_joining, check_redistribution, of_kind, same
 SHAPES = {"weight": (12, 20), "bias": (12,), "kernel": (4, 3, 3, 3)}
 
 
-def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named: bool = True) -> None:
+def check_averager(
+    averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named: bool = True, rounding: float = 1e-6
+) -> None:
     """Check that an averager fulfils the contract of `thinwire.average.base`.
 
-    Averagers of gradients leave the same bits on all workers. Gossip keeps the mean if it says so, and moves workers
-    closer; it leaves a lone worker as it is; it takes tensors of any float type, strides and size; and a step that is under
-    way adds its change to what the tensors hold when it is waited for. A repeated round gives the same bits, and so does a
-    saved and loaded state. A round that is given up leaves no trace; on another number of workers what is a worker's own
-    keeps its mean, and what is shared its bits. `commit` reports a round with an infinity on the workers that received it,
-    also where a finite result is too large for a tensor's type; an averager with `leaves_out_nonfinite` leaves a finite
-    result without that worker. A round that is not committed leaves what is a worker's own as it was, and later rounds are
-    committed. A loss scale of a power of two does not change the results of averagers of gradients. Workers with different
-    tensors fail together in `init`. No global random state is changed.
+    The state has the fields that strategies need. Averagers of gradients leave the same bits on all workers, which point where
+    the mean does; what is a worker's own changes in rounds that lost something. Gossip keeps the mean if it says so, and
+    moves workers closer; it leaves a lone worker as it is; it takes tensors of any float type, strides and size; and a step
+    that is under way adds its change to what the tensors hold when it is waited for. A repeated round gives the same bits,
+    and so does a saved and loaded state. A round that is given up leaves no trace; on another number of workers what is a
+    worker's own keeps its mean, and what is shared its bits. `commit` reports a round with an infinity on the workers that
+    received it, also where a finite result is too large for a tensor's type; an averager with `leaves_out_nonfinite` leaves
+    a finite result without that worker. A round that is not committed leaves what is a worker's own as it was, and later
+    rounds are committed. A loss scale of a power of two does not change the results of averagers of gradients. Workers with
+    different tensors fail together in `init`. No global random state is changed.
 
     Args:
         averager: the averager to check.
         sizes: numbers of workers that its topology can connect.
         named: whether `parse(repr(averager))` must equal it.
+        rounding: how far what is a worker's own is rounded when it is kept, relative to the largest number.
 
     Raises:
         AssertionError: the averager breaks the contract.
@@ -57,8 +61,10 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
             assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
         # The next size, and the first after the last, so that workers leave as well as join.
-        _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)])
+        _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)], rounding)
         if averager.traits.gives_one_mean:
+            kept = any(world.run(_keeps_what_was_lost, averager))
+            assert kept, f"{averager}, {size} workers: commit keeps nothing of rounds that lost something"
             for rank in range(size):
                 assert _same(plain[rank], plain[0]), f"{averager}: rank {rank} of {size} has other bits than rank 0"
             scaled = world.run(_rounds, averager, None, 4.0)
@@ -74,7 +80,7 @@ def check_averager(averager: Averager, sizes: tuple[int, ...] = (1, 2, 4), named
             world.run(_in_flight, averager)
 
 
-def _check_membership(averager: Averager, size: int, other: int) -> None:
+def _check_membership(averager: Averager, size: int, other: int, rounding: float) -> None:
     """The states of `size` workers go on as those of `other` workers."""
 
     def worker(comm: Communicator, steps: int) -> Any:
@@ -88,7 +94,7 @@ def _check_membership(averager: Averager, size: int, other: int) -> None:
     for rank, state in enumerate(states):
         is_shared = same(of_kind(state, "shared"), of_kind(states[0], "shared"))
         assert is_shared, f"{averager}: what is shared has other bits on rank {rank} of {size}"
-    check_redistribution(averager, states, LocalWorld(other).run(worker, 0))
+    check_redistribution(averager, states, LocalWorld(other).run(worker, 0), rounding)
     check_joining(averager, states[0], LocalWorld(size).run(worker, 1)[-1])
 
 
@@ -107,6 +113,10 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None, growt
     """The unscaled results of the last of six rounds; the loss scale grows by a factor from round to round."""
     tensors = _tensors(comm.rank, 0)
     state = averager.init(tensors, comm, seed=5)
+    missing = {"clock", "finite", "progress"} - set(dir(state))
+    assert not missing, (
+        f"{averager}: strategies need the fields {sorted(missing)} of its state; see thinwire.average.base"
+    )
     for step in range(6):
         if step == resume_at:
             saved = state.state_dict()
@@ -123,6 +133,24 @@ def _rounds(comm: Communicator, averager: Averager, resume_at: int | None, growt
         averager.step(state, tensors, comm, growth**step).wait()
         assert averager.commit(state), f"{averager}: a finite round is called not finite"
     return [t / growth**step for _, t in tensors]
+
+
+def _keeps_what_was_lost(comm: Communicator, averager: Averager) -> bool:
+    """Whether six rounds changed what is this worker's own; True where there is nothing to keep.
+
+    Fails unless the results point where the means do.
+    """
+    state = averager.init(_tensors(comm.rank, 0), comm)
+    before, results, means = of_kind(state, "own"), [], []
+    for step in range(6):
+        tensors = _tensors(comm.rank, step)
+        averager.step(state, tensors, comm).wait()
+        averager.commit(state)
+        results.append(_flat(tensors))
+        means.append(torch.stack([_flat(_tensors(rank, step)) for rank in range(comm.size)]).mean(0))
+    result, mean = torch.stack(results).sum(0), torch.stack(means).sum(0)
+    assert result.dot(mean) > 0, f"{averager}, {comm.size} workers: results do not point where the means do"
+    return not before or torch.allclose(result, mean, atol=1e-5) or not same(of_kind(state, "own"), before)
 
 
 def _disagreeing(comm: Communicator, averager: Averager) -> bool:

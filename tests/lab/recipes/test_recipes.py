@@ -55,6 +55,13 @@ def test_where_the_averager_applies_momentum_the_optimizer_does_not():
         Task("a task", other, {"dgc": TaskMethod("sparse", strategy)}).recipes()
 
 
+@pytest.mark.parametrize("strategy", ["Gradients(Dion(rank=2))", "Gradients(ByName({'*': dgc(0.1)}))"])
+def test_an_averager_whose_momentum_has_no_factor_takes_the_optimizers_place(strategy):
+    full = RunConfig("task")
+    config = Task("a task", full, {"own": TaskMethod("an own method", strategy)}).recipes()["task-own"].config
+    assert config.optimizer == replace(full.optimizer, momentum=0.0)
+
+
 def test_there_is_a_recipe_for_every_experiment():
     expected = """
         cifar10-resnet9-topk cifar10-alexnet-qsgd cifar10-vgg16-terngrad-model imagenet-resnet50-randomk

@@ -25,7 +25,7 @@ from thinwire.lab.report.groups import grouped
 from thinwire.lab.report.legend import add_legend
 from thinwire.lab.report.metrics import main_metric, metric
 from thinwire.lab.report.runs import find
-from thinwire.lab.report.style import new_figure, save, styled
+from thinwire.lab.report.style import logarithmic, new_figure, save, styled
 
 SPARSE = "Gradients(Mean(chain(TopK(ratio=0.005), QSGD(bits=4)), ErrorFeedback()))"
 RUN_FIGURES = {"metric-epochs", "metric-bytes", "metric-seconds", "loss", "step-time"}
@@ -366,3 +366,20 @@ def test_what_training_writes_is_what_a_report_reads(tmp_path):
     )
     names = {path.name for path in (tmp_path / "out" / "figures").iterdir()}
     assert {"metric-epochs.svg", "loss.svg", "step-time.svg"} <= names
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "labels"),
+    [
+        (1e-13, 3.0, "10⁻¹² 10⁻¹⁰ 10⁻⁸ 10⁻⁶ 10⁻⁴ 10⁻² 1"),
+        (0.02, 300.0, "0.1 1 10 100"),
+        (3e-4, 0.02, "3×10⁻⁴ 10⁻³ 3×10⁻³ 10⁻²"),
+    ],
+)
+def test_ticks_of_an_axis_have_one_form(low, high, labels):
+    """There was 0.01 beside 10⁻⁴."""
+    axes = new_figure().add_subplot()
+    axes.set_ylim(low, high)
+    logarithmic(axes, "y")
+    ticks = [axes.yaxis.get_major_formatter()(at, 0) for at in axes.yaxis.get_majorticklocs() if low <= at <= high]
+    assert " ".join(ticks) == labels

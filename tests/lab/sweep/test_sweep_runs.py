@@ -21,8 +21,9 @@ from rich.console import Console, ConsoleDimensions
 
 from thinwire.lab.sweep import Status, execute, read_sweep, run_locally, status_of
 from thinwire.lab.sweep.execute import read_run, start, write_down
-from thinwire.lab.sweep.show import status_table, statuses_of
+from thinwire.lab.sweep.show import counted, status_table, statuses_of
 from thinwire.lab.sweep.status import locked
+from thinwire.lab.sweep.tasks import Train
 
 SWEEP = ["-m", "thinwire", "sweep", "grid.toml"]
 SHORT = """
@@ -318,6 +319,12 @@ def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
     narrow = drawn(status_table(sweep, states, ConsoleDimensions(80, 50)), 80)
     assert "test accuracy 50.00%, 2.00 MB sent, 3 s" in narrow and "…" in narrow
     assert all(planned.folder.name[-6:] in narrow for planned in sweep.runs)
+
+
+def test_a_lone_worker_and_a_lone_run_are_told_in_the_singular():
+    summary = {"final": {"test_loss": 1.5}, "metric": "test_loss", "bytes_sent_per_worker": 0.0, "seconds": 3.0}
+    assert Train().result(summary) == "test loss 1.5, 3 s"
+    assert counted({"a": Status("finished")}) == "1 run: 1 finished"
 
 
 def drawn(table, width: int = 160) -> str:

@@ -47,6 +47,7 @@ from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, Before, NamedTensors, Pending, check_agreement
 from ..traits import AveragerTraits
+from .checks import check_matched
 from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
@@ -81,8 +82,7 @@ class GossipAverager(Averager):
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> GossipState:
         check_agreement(self, tensors, comm, seed)
-        self.topology.validate(comm.size)
-        self.check_topology(comm.size)
+        self._check(comm.size)
         state = GossipState(FlatLayout.of(tensors, self.is_exact), seed, self.topology)
         memory = self.init_memory(state, tensors, comm)
         state.memory = None if memory is None else check_state(memory, self)
@@ -175,11 +175,15 @@ class GossipAverager(Averager):
         if isinstance(self.topology, Hierarchical):  # its nodes are consecutive ranks, which the living need not be
             return Ring()
         try:
-            self.topology.validate(size)
-            self.check_topology(size)
+            self._check(size)
         except ValueError:
             return Ring()
         return self.topology
+
+    def _check(self, size: int) -> None:
+        self.topology.validate(size)
+        check_matched(self, size)
+        self.check_topology(size)
 
     def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
         """Restart the memory of edges that have changed; see `Averager.regroup`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isclose
 from typing import TYPE_CHECKING
 
 from ...algorithm import require
@@ -31,6 +32,22 @@ def check_codec(averager: GossipAverager, codec: object) -> None:
         f"{name}: payloads of {codec} vary in size, and a neighbour must know the size before it receives; use a codec "
         "of fixed size such as TopK or QSGD",
     )
+
+
+def check_matched(averager: GossipAverager, size: int) -> None:
+    """Raise ValueError unless, in every step, each worker receives what others send to it: it would wait for ever."""
+    topology = averager.topology
+    for step in topology.steps(size):
+        everyone = [topology.neighbours(rank, step, size) for rank in range(size)]
+        sent = {(i, j): weight for i, own in enumerate(everyone) for j, weight in own.sends.items()}
+        received = {(i, j): weight for j, own in enumerate(everyone) for i, weight in own.receives.items()}
+        for i, j in sorted(sent.keys() | received.keys()):
+            given, taken = sent.get((i, j)), received.get((i, j))
+            require(
+                given is not None and taken is not None and isclose(given, taken),
+                f"{averager}: from rank {i} to rank {j} of {size} workers at step {step}, the weight is {given} for the "
+                f"sender and {taken} for the receiver; see thinwire.testing.check_topology",
+            )
 
 
 def check_doubly_stochastic(averager: GossipAverager, size: int) -> None:

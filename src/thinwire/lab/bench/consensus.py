@@ -90,7 +90,9 @@ class ConsensusBench:
 
     def _report(self, runs: Mapping[str, Sequence[Row]]) -> None:
         """Print the table and draw the figure of the best run of each averager."""
-        where = f"{self.workers} workers, {self.shape[0]} x {self.shape[1]} of {self.data} data"
+        where = (
+            f"{self.workers} worker{'s' * (self.workers > 1)}, {self.shape[0]} x {self.shape[1]} of {self.data} data"
+        )
         print_table(
             f"Consensus: {where}, {self.rounds} rounds",
             ["averager", f"rounds\nto {self.target:g}", f"Mbit\nto {self.target:g}", "Mbit\nin all", "error left"],

@@ -105,7 +105,7 @@ def _submit(sweep: Sweep, asked: SweepCommand) -> None:
     left = [run for run in left if run.identity not in waiting]
     if left:
         jobs = submit(left, options, asked.pack)
-        print(f"{sweep.output}: {len(left)} runs submitted, {jobs[0]} to {jobs[-1]}")
+        print(f"{sweep.output}: {len(left)} run{'s' * (len(left) > 1)} submitted, {jobs[0]} to {jobs[-1]}")
     print(f"  {len(sweep.runs) - len(left)} runs are finished, running or queued already")
     print(f"  thinwire sweep {sweep.file} --status")
 

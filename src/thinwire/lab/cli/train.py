@@ -83,7 +83,7 @@ def train_command(options: list[str]) -> None:
         serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
     folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
     if os.environ.get("RANK", "0") == "0":
-        title = f"{config.recipe}, {config.workers} workers, seed {config.seed}"
+        title = f"{config.recipe}, {config.workers} worker{'s' * (config.workers != 1)}, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
         print(f"  {folder}")
 

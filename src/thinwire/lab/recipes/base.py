@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 from ...algorithm import require
-from ...average import Mean, PowerSGD
+from ...average import Mean
 from ..train import RunConfig
 from ..train.optimize import DGCSGD, SGD
 
@@ -102,7 +102,9 @@ def momentum_applied_once(config: RunConfig) -> Any:
     averager, optimizer = config.parsed_strategy().averager, config.optimizer
     if not (averager.traits.has_momentum and isinstance(optimizer, SGD) and optimizer.momentum):
         return optimizer
-    memory: Any = cast(Mean | PowerSGD, averager).memory  # only these have a memory, and with it momentum
+    if not isinstance(averager, Mean):  # such as Dion, whose momentum has no factor to compare
+        return replace(optimizer, momentum=0.0)
+    memory: Any = averager.memory
     require(
         memory.momentum == optimizer.momentum,
         f"{config.recipe}: {memory} must have the momentum of {optimizer}",

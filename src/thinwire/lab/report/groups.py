@@ -129,13 +129,13 @@ def what_was_run(runs: Sequence[Run]) -> str:
 
     last = [run.rows[-1] for run in runs]
     steps, epochs = {row["step"] for row in last}, {f"{row['epoch']:.3g}" for row in last if row.get("epoch")}
-    length = f"{_range(steps)} steps" + (
+    length = f"{_range(steps)} step{'s' * (steps != {1})}" + (
         f" ({_range(map(float, epochs))} epoch{'s' * (epochs != {'1'})})" if epochs else ""
     )
     data = ", ".join(f"{key[5:]}={listed(key)}" for key in configs[0] if key.startswith("data."))
     parts = [
         f"recipe {listed('recipe')}",
-        f"{listed('workers')} workers",
+        f"{listed('workers')} worker{'s' * (listed('workers') != '1')}",
         length,
         f"batches of {listed('batch_size')} a worker",
         f"split {listed('split')}" if listed("split") else "",

@@ -83,7 +83,7 @@ def plain_axes(axes: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
 
 
 def logarithmic(axes: Axes, which: str) -> None:
-    """Make the axis "x" or "y" logarithmic, with a few ticks at round numbers."""
+    """Make the axis "x" or "y" logarithmic, with a few ticks at round numbers, all in one form."""
     from matplotlib.ticker import LogLocator, NullLocator
 
     getattr(axes, f"set_{which}scale")("log")
@@ -92,20 +92,21 @@ def logarithmic(axes: Axes, which: str) -> None:
     # Fewer ticks on a longer axis, or labels would overlap; labels along x are wider than those along y are high.
     steps = (1, 2, 5) if decades < 60 else (1, 3) if decades < 600 and which == "y" else (1,)
     axis.set_major_locator(LogLocator(subs=steps, numticks=12 if decades < 600 else 7))
-    axis.set_major_formatter(_short)
+    is_plain = 1e-3 <= low and high < 1e5
+    axis.set_major_formatter(lambda value, _: f"{value:g}" if is_plain else _power(value))
     axis.set_minor_locator(NullLocator())
 
 
-def _short(value: float, _: int) -> str:
-    """Powers of ten far from 1 as such; all else as it is.
+def _power(value: float) -> str:
+    """A positive number as a power of ten.
 
     Example:
-        >>> _short(0.05, 0), _short(1e-9, 0), _short(2e6, 0)
-        ('0.05', '10⁻⁹', '2×10⁶')
+        >>> _power(1e-9), _power(2e6), _power(1.0)
+        ('10⁻⁹', '2×10⁶', '1')
     """
-    if not value or 1e-3 <= abs(value) < 1e5:
-        return f"{value:g}"
     digits, exponent = f"{value:.0e}".split("e")
+    if int(exponent) == 0:
+        return digits
     power = "10" + str(int(exponent)).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
     return power if digits == "1" else f"{digits}×{power}"
 

@@ -41,9 +41,12 @@ def counted(statuses: Statuses) -> str:
     Example:
         >>> counted({"a": Status("finished"), "b": Status("waiting"), "c": Status("waiting")})
         '3 runs: 1 finished, 2 waiting'
+        >>> counted({"a": Status("finished")})
+        '1 run: 1 finished'
     """
     numbers = Counter[str](status.state for status in statuses.values())
-    return f"{len(statuses)} runs: " + ", ".join(f"{numbers[state]} {state}" for state in STYLES if numbers[state])
+    runs = f"{len(statuses)} run{'s' * (len(statuses) != 1)}"
+    return f"{runs}: " + ", ".join(f"{numbers[state]} {state}" for state in STYLES if numbers[state])
 
 
 def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | None = None) -> Table:

@@ -119,8 +119,9 @@ class Train(RunKind):
         metric = summary.get("metric", "test_accuracy")
         value = final.get(metric)
         shown = "diverged" if value is None else f"{value:.2%}" if metric.endswith("accuracy") else f"{value:.4g}"
-        sent = f"{summary['bytes_sent_per_worker'] / 1e6:,.2f} MB sent"
-        return f"{metric.replace('_', ' ')} {shown}, {sent}, {summary['seconds']:.0f} s"
+        sent = summary["bytes_sent_per_worker"]  # a lone worker sends nothing
+        sent_mb = f", {sent / 1e6:,.2f} MB sent" * bool(sent)
+        return f"{metric.replace('_', ' ')} {shown}{sent_mb}, {summary['seconds']:.0f} s"
 
 
 class Consensus(RunKind):

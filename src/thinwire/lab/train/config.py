@@ -111,7 +111,8 @@ class RunConfig:
     log_every: int = 10
     """Steps between two rows of metrics; lower => finer curves, larger files."""
     variance: bool = False
-    """Also record the relative variance of a lossy codec; costs one more encoding for each row."""
+    """Also record the relative variance of a lossy codec; costs one more encoding for each row. Local updates
+    and gossip have none."""
     wandb: str | None = None
     """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
     mlflow: str | None = None

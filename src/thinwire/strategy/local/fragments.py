@@ -116,7 +116,7 @@ class Fragment(State):
         began: how many steps this worker had taken when the last round began.
         steps_to_merge: how many steps later the round in flight is merged.
         has_moved: whether the parameters may differ from the anchor.
-        rejected: under gossip, whether this worker's changes in the present round were not finite.
+        rejected: under gossip and with weights, whether this worker's changes in the present round were not finite.
         tokens: with a quorum, those that this worker's next change is made from.
         committed_tokens: with a quorum, those that merged changes of all workers were made from.
         base: with a quorum, the version of this worker's anchors.

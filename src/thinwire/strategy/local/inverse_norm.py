@@ -58,7 +58,7 @@ class InverseNorm(Algorithm):
         >>> import torch, thinwire as tw
         >>> def worker(comm):
         ...     g = torch.tensor([1.0, 3.0][comm.rank])
-        ...     tw.strategy.InverseNorm().scale([g], NormStatistics(), comm)
+        ...     is_finite = tw.strategy.InverseNorm().scale([g], NormStatistics(), comm)
         ...     return g.item()
         >>> tw.LocalWorld(2).run(worker)  # the mean is 3/4 * 1 + 1/4 * 3
         [1.5, 1.5]
@@ -71,13 +71,16 @@ class InverseNorm(Algorithm):
         require_number("InverseNorm: outlier", self.outlier, above=0, or_none=True)
         require_number("InverseNorm: decay", self.decay, least=0, below=1)
 
-    def scale(self, changes: Sequence[Tensor], statistics: NormStatistics, comm: Communicator) -> None:
+    def scale(self, changes: Sequence[Tensor], statistics: NormStatistics, comm: Communicator) -> bool:
         """Multiply this worker's changes by `W w_i`, in place, so that the mean over workers is the weighted mean.
 
         Args:
             changes: float tensors of any shapes; together one vector.
             statistics: of this worker and fragment; updated.
             comm: connects the workers; all call this together.
+
+        Returns:
+            Whether they were finite.
         """
         # In float64, where the squares of float32 values do not overflow.
         norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in changes]).norm())
@@ -96,6 +99,7 @@ class InverseNorm(Algorithm):
         # Outliers leave the statistics alone, as in EDiT's code for DDP; its code for FSDP counts them.
         if not is_outlier and isfinite(norm):
             self._count(norm, statistics)
+        return isfinite(norm)
 
     def _is_outlier(self, norm: float, statistics: NormStatistics) -> bool:
         # Its weight, the inverse of the norm, would be infinite.

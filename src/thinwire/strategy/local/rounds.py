@@ -490,7 +490,8 @@ class LocalUpdates(OwnModelAttachment):
     def _send(self, fragment: Fragment) -> None:
         comm, before = self.comm, self.comm.ledger.bytes_sent
         if self.strategy.weights is not None:
-            self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
+            is_finite = self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
+            fragment.rejected = not is_finite
         tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.tensors
         self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
@@ -511,7 +512,8 @@ class LocalUpdates(OwnModelAttachment):
                 self._warn()
         # Changes that are given up may not stay in a share of the parameters.
         self._restart(fragment, alpha if finite and not fragment.rejected else 0.0)
-        fragment.rejected = False
+        # Alike on all workers, also where one has given up its changes: `synchronize` has a round of what has moved.
+        fragment.rejected, fragment.has_moved = False, alpha != 0
         if self._scheduler is not None and fragment is self._fragments[-1]:  # once a period
             self._scheduler.step()
 

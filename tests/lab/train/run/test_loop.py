@@ -84,6 +84,12 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
         training.strategy.detach()
 
 
+@pytest.mark.parametrize("strategy", ["Local(Mean(), every=2)", "Gossip(Mix())"])
+def test_a_run_says_that_it_records_no_variance(alone, cache, tmp_path, strategy, capfd):
+    run_alone(replace(CONFIG, strategy=strategy, variance=True, max_steps=1), tmp_path / "run", alone)
+    assert f"--variance records nothing: {strategy} averages no gradients" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
 def test_a_step_follows_the_gradient_shortened_to_the_largest_norm(clip_norm, alone):
     (batch,) = batches(1, 50)

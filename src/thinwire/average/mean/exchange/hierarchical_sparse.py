@@ -67,7 +67,7 @@ class HierarchicalSparse(Exchange):
             with job.clock("decode"):
                 summed = reduction.collect(messages)
                 delivered = reduction.delivered(summed)
-                if job.keep_residual:
+                if job.keep_residual and tensors:
                     reduction.settle(summed)
                     store_segments(segments, tensors, job.merged)
                     torch._foreach_copy_(job.tensors, tensors)

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from .... import kernels
 from ....algorithm import require, required
-from ....codec import Codec, SparseParts
+from ....codec import Codec, Selection, SparseParts
 from ....codec.base import add_sections, join_payloads, split_payload
 from ....comm import Handle
 from ....kernels import Flag
@@ -188,8 +188,7 @@ class SparseReduction:
         mixed = [key.mixed() for key in self.keys]
         if job.observe is not None:
             job.observe(job.codec, self.segments, self.keys)
-        select = self.parts.sparsifier.select
-        indices, values, counts = job.selection or select(self.segments, mixed)
+        indices, values, counts = job.selection or self._select(mixed)
         # Ascending, as `count` and `_contains` need them.
         positions, order = layout.positions(indices, counts).sort()
         values = values[order]
@@ -206,6 +205,12 @@ class SparseReduction:
         # Receivers read headers on the host: in main memory, if messages can be sent from there.
         headers = uploaded(self.team.device, header, torch.int32).split([1 + len(c) for c in region_counts])
         return Selected(positions, counts, lost), list(headers), messages
+
+    def _select(self, keys: list[int]) -> Selection:
+        if not self.segments:  # a call of dense tensors alone
+            nothing = self.dense.new_empty(0)
+            return Selection(nothing.int(), nothing, [])
+        return self.parts.sparsifier.select(self.segments, keys)
 
     def _encode_regions(
         self, indices: Tensor, values: Tensor, counts: list[list[int]]

@@ -107,6 +107,8 @@ def run(
         comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
         training = prepare(config, data, device, workers.elastic, comm, layout)
+    if config.variance and training.strategy.models_differ:
+        warnings.append(f"--variance records nothing: {config.strategy} averages no gradients")
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))

@@ -170,4 +170,4 @@ def members_text(members: Members) -> str:
         >>> members_text(Members((0, 2), (None, None)))
         '2 workers (0, 2)'
     """
-    return f"{len(members.numbers)} workers ({', '.join(map(str, members.numbers))})"
+    return f"{len(members.numbers)} worker{'s' * (len(members.numbers) > 1)} ({', '.join(map(str, members.numbers))})"
