@@ -178,7 +178,9 @@ class _Worker:
         """Take all steps; returns the signal that stopped the run, or 0."""
         state, stop, is_complete = self.state, 0, False
         while not (stop or is_complete):
-            if self.workers.begin_round(self.strategy):
+            are_new = self.workers.begin_round(self.strategy)
+            interruption.has_begun = True
+            if are_new:
                 self._report_damage()
                 self._split()
                 if not self.workers.comm.is_elastic:
