@@ -192,6 +192,21 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
+def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+    """The host's own name may stand for the loopback, and Gloo takes that."""
+
+    def fail(*arguments, **options):
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] timed out: [127.0.1.1]:7600"
+        )
+
+    monkeypatch.setattr(connect.dist, "init_process_group", fail)
+    place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
+    with pytest.raises(CommunicationError, match=r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"):
+        with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
+            pass
+
+
 @pytest.mark.parametrize("one_node", [True, False])
 def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")

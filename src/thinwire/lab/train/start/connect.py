@@ -19,6 +19,7 @@ import torch.distributed as dist
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import address_text, own_address
+from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
@@ -90,7 +91,13 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         return
     with same_error_on_all():
         backend = choose_backend(config.transport, device, environment, store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"the workers did not connect ({reason_of(error)}); if that is no address at which they reach each other, name the "
+            "network interface that they share with --interface"
+        ) from error
     with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
         yield comm
     dist.destroy_process_group()
