@@ -44,7 +44,7 @@ from ..config import RunConfig
 from ..data import Dataset
 from ..device import choose_device
 from ..folder import checkpoint
-from ..folder.run_folder import begin
+from ..folder.run_folder import begin, require_shared
 from ..optimize import set_learning_rate
 from ..results.callbacks import Callback, EachStep, called
 from ..results.codec_statistics import codec_statistics, own_gradients
@@ -108,6 +108,7 @@ def run(
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
         training = prepare(config, data, device, workers.elastic, comm, layout)
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
+    run_on_all(comm, lambda: None if comm.is_elastic else require_shared(folder))
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
     for warning in warnings if workers.is_first else []:
