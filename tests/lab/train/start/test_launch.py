@@ -148,6 +148,22 @@ def test_who_failed_first_is_blamed_and_else_who_is_silent():
         assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
 
 
+def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypatch):
+    """It waited for the store for many minutes."""
+    own, mended = Presence(dist.HashStore(), 0, 2, beat_seconds=0.01), threading.Event()
+
+    def read(what):
+        mended.wait()
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(own, "_read", read)
+    said = str(own.explained(CommunicationError("all_reduce failed")))
+    mended.set()
+    assert said.startswith(
+        "all_reduce failed; the store has not answered for 0.15 seconds: this worker is cut off from "
+    )
+
+
 def test_errors_reach_the_other_workers_through_the_store():
     store = dist.HashStore()
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
