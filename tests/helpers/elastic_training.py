@@ -8,6 +8,7 @@ import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import torch
 from helpers.command import fork_server_or_spawn, fork_what_is_started
 from thinwire import ElasticSampler
 from thinwire.comm.process_world import worker_context
+from thinwire.lab.cli import main
 from thinwire.lab.recipes import recipes
 from thinwire.lab.train import train
 from thinwire.lab.train.folder import checkpoint
@@ -74,6 +76,13 @@ def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
     config = recipes()["digits"].config
     options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "strategy": strategy, "timeout": 60.0}
     train(replace(config, **options, epochs=epochs, resume=resume), callbacks=[] if resume else [dying])
+
+
+def command(folder: str, *arguments: str) -> None:
+    """`thinwire ARGUMENTS` in this folder, with workers that are forked before torchft has threads."""
+    fork_the_server()
+    os.chdir(folder)
+    sys.exit(main(arguments))
 
 
 rename = checkpoint._rename

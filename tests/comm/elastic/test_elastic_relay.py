@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
+import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
@@ -11,10 +16,10 @@ from helpers.elastic import serve, worker
 from helpers.keys import keys_of
 from helpers.program import Program
 
-from thinwire.comm import CommunicationError, ElasticCommunicator
+from thinwire.comm import CommunicationError, ElasticCommunicator, notice
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tls.connections import Client, Listener, Refused
-from thinwire.comm.tls.relay import Relay, host_at
+from thinwire.comm.tls.relay import Relay, host_at, own_address_at
 
 AVERAGER = "Mean(QSGD(bits=4), ErrorFeedback())"
 
@@ -84,6 +89,24 @@ def test_what_cannot_be_is_refused(tmp_path):
         ElasticCommunicator("https://127.0.0.1:1", 3, credentials=credentials, listens=False)
     with pytest.raises(ValueError, match="worker 3: a relay is for workers of one process with credentials"):
         ElasticCommunicator("http://127.0.0.1:1", 3, relay="127.0.0.1:1")
+
+
+def test_workers_wait_for_a_relay_that_starts_after_them(tmp_path, caplog, monkeypatch):
+    """They ended at once."""
+    monkeypatch.setattr(notice, "NOTICE_SECONDS", 0.1)
+    caplog.set_level(logging.INFO, "thinwire")
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        port = found.getsockname()[1]
+    with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
+        late = pool.submit(lambda: time.sleep(0.5) or stack.enter_context(Relay("127.0.0.1", port)))
+        assert own_address_at(("127.0.0.1", port), 30.0) == "127.0.0.1"
+        late.result()
+    (credentials,) = keys_of(tmp_path, "a")
+    with pytest.raises(CommunicationError):
+        ElasticCommunicator(
+            "https://127.0.0.1:1", 3, quorum_seconds=1.0, credentials=credentials, relay=f"127.0.0.1:{port}"
+        )
+    assert f"worker 3 waits for the relay at 127.0.0.1:{port}" in caplog.text
 
 
 @pytest.mark.parametrize("listens", [True, False])

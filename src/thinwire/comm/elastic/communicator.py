@@ -59,6 +59,7 @@ from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError
 from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
+from ..notice import said_if_late
 from ..process_group import ProcessGroupCommunicator
 from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
@@ -235,7 +236,8 @@ class ElasticCommunicator(Communicator):
         is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
         digest = self._healing.digest() if is_due else ""
         with self._left_out_closes():
-            self._claims_of_round = claims = self._connected_claims(deadline, digest)
+            with said_if_late(self._forming.awaited):
+                self._claims_of_round = claims = self._connected_claims(deadline, digest)
             # The ledger compares with dense collectives of as many workers.
             self.ledger.size = self.size
             members = members_of(claims)

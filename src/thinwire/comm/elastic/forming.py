@@ -22,6 +22,7 @@ from ..addresses import own_address, parse_address
 from ..compare import ABSENT, excerpt, fingerprint, parsed
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut
+from ..notice import START_SECONDS, said_if_late
 from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
@@ -103,7 +104,8 @@ class Forming:
         self._relay = None if relay is None else parse_address(relay)
         if self._relay is not None:
             self.settings["relay"] = str(relay)
-            self.host = _host_at(self._relay, self.host, listens, number)
+            with said_if_late(lambda: f"worker {number} waits for the relay at {relay}"):
+                self.host = _host_at(self._relay, self.host, listens, number, min(quorum_seconds, START_SECONDS))
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
             self.asker = Asker(None, self._id)
@@ -111,7 +113,9 @@ class Forming:
         # Others read this worker's settings in its store. A round meets in the store of its first worker.
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
-            self.asker = Asker(client_of(lighthouse, credentials, min(quorum_seconds, 30.0)), self._id)
+            with said_if_late(lambda: f"worker {number} waits for the Lighthouse at {lighthouse}"):
+                client = client_of(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
+            self.asker = Asker(client, self._id)
         except ValueError:
             raise
         except Exception as error:
@@ -173,9 +177,11 @@ class Forming:
         if other := choice.differing.get(self._id):
             raise self._refused(self._difference(other))
         if other := choice.unreached.get(self._id):
+            relayed = f"the relay at {self.settings.get('relay')} runs, and both reach it"
+            cause = "a firewall stands between them" if self._relay is None else relayed
             raise LeftOut(
                 f"worker {self._number} is left out of the run: it and worker {other.number} did not reach each other in "
-                f"{TRIES} tries; see whether a firewall stands between them, and whether this process can open sockets"
+                f"{TRIES} tries; see whether {cause}, and whether this process can open sockets"
             )
         return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
 
@@ -196,6 +202,12 @@ class Forming:
         if not self.place or {claim.connection for claim in claims} != {self.place} or size != self._size:
             self._connect_anew(claims, rank)
         return rank
+
+    def awaited(self) -> str:
+        """What this worker waits for, in words; "" if it only waits for others that it is connected with."""
+        what = f"a round of at least {self._min_workers} workers, at the Lighthouse {self._lighthouse}"
+        limit = f"for at most {self._quorum_seconds:g} seconds"
+        return "" if self.place else f"worker {self._number} waits for {what}, {limit}"
 
     def give_up(self) -> None:
         """Connections are lost: the next round connects anew."""
@@ -303,10 +315,10 @@ class Forming:
         self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}
 
 
-def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int) -> str:
+def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int, seconds: float) -> str:
     """Where others reach this worker: at its own address, or at the relay if it does not listen or is behind NAT."""
     try:
-        is_reached = own_address_at(relay) == own and listens  # a relay that does not run is noticed at once
+        is_reached = own_address_at(relay, seconds) == own and listens  # a relay that does not run is noticed here
     except OSError as error:
         raise CommunicationError(f"worker {number}: {error}") from error
     return own if is_reached else host_at(relay)

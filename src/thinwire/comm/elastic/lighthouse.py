@@ -23,6 +23,7 @@ from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 import torch.distributed as dist
@@ -33,7 +34,7 @@ from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError
 from ..store import connected_store
-from ..tls.connections import Listener
+from ..tls.connections import Listener, speaks_tls
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from .claims import MAX_TEXT, Claim, read_claim
@@ -138,7 +139,14 @@ def client_of(address: str, credentials: Credentials | None, seconds: float) -> 
     )
     if credentials is not None:
         return QuorumClient(address, credentials, seconds)
-    return _module("torchft.coordination").LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+    client = _module("torchft.coordination").LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+    # torchft's client connects with it too, and would wait for a quorum in vain.
+    where = urlsplit(address)
+    require(
+        where.hostname is None or where.port is None or not speaks_tls(where.hostname, where.port, seconds),
+        f"the Lighthouse at {address} needs credentials; see thinwire keys",
+    )
+    return client
 
 
 def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:

@@ -38,6 +38,7 @@ from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
 from ..handle import CommunicationError, Handle
 from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from ..notice import START_SECONDS
 from ..process_group import Group, ProcessGroupCommunicator
 from ..store import gathering, host_of
 from .channel import TcpChannel
@@ -153,7 +154,8 @@ class TcpCommunicator(Communicator):
             raise ValueError(f"expected a rank in 0..{size - 1}, got {rank}")
         limit = timeout_seconds if meeting_seconds is None else meeting_seconds
         gather, own = gathering(store, rank, size, limit), own_address(interface, host_of(store))
-        place = Place(*own, credentials, listens, None if relay is None else parse_address(relay))
+        at = None if relay is None else parse_address(relay)
+        place = Place(*own, credentials, listens, at, min(limit, START_SECONDS))
         comm = cls.__new__(cls)
         # The limit of the meeting holds while it connects, and no longer.
         comm.limit_seconds = limit

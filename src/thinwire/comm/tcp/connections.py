@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
+from ..notice import said_if_late
 from ..sockets import FULL, callers, end, oldest_of_busiest
 from ..tls import relay
 from ..tls.connections import Refused
@@ -61,6 +62,8 @@ class Place(NamedTuple):
     """Whether others can dial it."""
     relay: tuple[str, int] | None = None
     """Host and port of the run's relay."""
+    relay_seconds: float = CONNECT_SECONDS
+    """How long to wait for the relay, which may not have been started yet."""
 
 
 class Contact(NamedTuple):
@@ -124,7 +127,7 @@ class Connections:
     ):
         self.identity = None if place.credentials is None else WorkerIdentity(place.credentials)
         self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
-        seen_as = "" if place.relay is None else self._seen_by(place.relay)
+        seen_as = "" if place.relay is None else self._seen_by(place.relay, place.relay_seconds)
         self._relay = place.relay
         if place.listens:
             self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
@@ -189,9 +192,10 @@ class Connections:
             return peer < self._rank
         return self._reaches(peer)
 
-    def _seen_by(self, relay_address: tuple[str, int]) -> str:
+    def _seen_by(self, relay_address: tuple[str, int], seconds: float) -> str:
         try:
-            return relay.own_address_at(relay_address, CONNECT_SECONDS)
+            with said_if_late(lambda: f"rank {self._rank} waits for the relay at {address_text(*relay_address)}"):
+                return relay.own_address_at(relay_address, seconds)
         except OSError as error:
             raise CommunicationError(f"rank {self._rank}: {error}") from error
 

@@ -312,9 +312,22 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         (connection or raw).close()
         if isinstance(error, ssl.SSLCertVerificationError):
             raise Refused(f"{where} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
+        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+            raise Refused(f"{where} does not speak TLS, so it knows no credentials") from None
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
             raise Refused(f"{where} refuses this worker: {_alert(error.reason)}") from None
         raise
+
+
+def speaks_tls(host: str, port: int, seconds: float) -> bool:
+    """Whether a listener speaks TLS, whatever its certificate."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    try:
+        with socket.create_connection((host, port), seconds) as raw, context.wrap_socket(raw):
+            return True
+    except OSError:
+        return False
 
 
 def _alert(reason: str) -> str:

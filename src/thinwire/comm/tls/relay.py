@@ -351,10 +351,23 @@ def dial(host: str, port: int, seconds: float) -> socket.socket:
 def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
     """The address that the relay sees this worker come from: not its own one if it is behind NAT.
 
+    Args:
+        relay: its address.
+        seconds: within which it must answer; it may not have been started yet.
+
     Raises:
         OSError: the relay cannot be reached, or is none.
     """
-    with contextlib.closing(reach(relay, WHO_AM_I, bytes(TOKEN_BYTES), seconds)) as connection:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            connection = reach(relay, WHO_AM_I, bytes(TOKEN_BYTES), max(0.1, deadline - time.monotonic()))
+            break
+        except OSError:
+            if time.monotonic() + FIRST_PAUSE > deadline:
+                raise
+            time.sleep(FIRST_PAUSE)
+    with contextlib.closing(connection):
         try:
             said = read_exactly(connection, ADDRESS_BYTES)
         except ConnectionResetError:

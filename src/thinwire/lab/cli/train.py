@@ -81,7 +81,7 @@ def train_command(options: list[str]) -> None:
         address, port = place(metrics[-1], "--metrics")
         # `_taken` has removed --metrics from the options.
         serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
-    folder = trained(config, lambda stop: f"; go on with: {_again(recipe, again, config, stop)}", serve)
+    folder = trained(config, lambda stop: _advice(recipe, again, config, stop), serve)
     if os.environ.get("RANK", "0") == "0":
         title = f"{config.recipe}, {config.workers} worker{'s' * (config.workers != 1)}, seed {config.seed}"
         show(summary_table([read_run(folder)], title))
@@ -179,12 +179,15 @@ def trained(
         os._exit(1)  # at once: under torchrun, a normal exit would wait for threads that wait for other workers
 
 
-def _again(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
-    """The command that continues a stopped run."""
+def _advice(recipe: str, options: list[str], config: Any, stop: Interrupted) -> str:
+    """The command that continues a stopped run, if it had begun."""
+    if stop.checkpoint is None:
+        return ""
     kept = [option for option in options if option != "--overwrite"]
     # The folder ends in the suffix, which the command adds again.
     name = [] if config.name else ["--name", stop.checkpoint.parent.parent.name.removesuffix(config.suffix)]
-    return shlex.join(["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))])
+    again = ["thinwire", "train", recipe, *kept, *name, *(() if config.resume else ("--resume",))]
+    return f"; go on with: {shlex.join(again)}"
 
 
 def _listed(tasks: list[Any]) -> str:

@@ -23,7 +23,7 @@ from helpers.program import below, wait_until
 
 from thinwire import LocalWorld
 from thinwire.lab.train import RunConfig, train
-from thinwire.lab.train.folder import checkpoint
+from thinwire.lab.train.folder import checkpoint, run_folder
 from thinwire.lab.train.folder.checkpoint import latest, load_latest
 from thinwire.lab.train.folder.run_folder import FREE, check_same, make_folder
 from thinwire.lab.train.models import DigitsNet
@@ -453,3 +453,13 @@ def test_metrics_that_were_deleted_or_replaced_in_mid_run_are_written_anew(tmp_p
     written = (tmp_path / "metrics.csv").read_bytes()
     assert written.startswith(before) and written.count(b"\r\n") == 4
     assert capsys.readouterr().err.count("was deleted or replaced, and is written anew") == 2
+
+
+def test_a_folder_that_machines_do_not_share_is_named_before_the_first_step(tmp_path, monkeypatch):
+    """A worker that did not see it failed when the first checkpoint was saved."""
+    late = tmp_path / "late"
+    threading.Timer(0.2, late.mkdir).start()
+    run_folder.require_shared(late)  # as over a network file system
+    monkeypatch.setattr(run_folder, "SEEN_SECONDS", 0.1)
+    with pytest.raises(ValueError, match=r"^the run's folder '.*/own', which worker 0 has made, is not there"):
+        run_folder.require_shared(tmp_path / "own")

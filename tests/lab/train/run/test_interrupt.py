@@ -7,6 +7,7 @@ import os
 import shlex
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 from helpers.command import started
+from helpers.elastic_training import command
 from helpers.program import Program, below, wait_until, workers_of
 from helpers.spawn import spawn as run_in_processes
 
@@ -85,6 +87,43 @@ def hear_a_blocked_signal(comm) -> None:
 
 def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
     run_in_processes(1, hear_a_blocked_signal)
+
+
+def free_port() -> str:
+    with socket.create_server(("127.0.0.1", 0)) as found:
+        return str(found.getsockname()[1])
+
+
+A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse http:"
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "awaited", "number"),
+    [
+        ("--elastic --workers 1", None, A_ROUND, signal.SIGINT),
+        ("--elastic --resume", 0, A_ROUND, signal.SIGTERM),
+        ("--elastic --resume", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
+        ("--transport tcp", 0, "worker 0 waits for the other 1 workers at 127.0.0.1:", signal.SIGUSR1),
+        ("--transport tcp", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
+    ],
+)
+def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, rank, awaited, number, tmp_path):
+    """It was silent for minutes, and had to be killed."""
+    place = {}
+    if rank is not None:
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    words = ("train", "digits", "--name", "alone", *options.split())
+    process = Program(command, str(tmp_path), *words, folder=tmp_path, LOCAL_RANK="0", **place)
+    try:
+        process.wait_until(lambda: awaited in process.stderr, awaited)
+        began = time.monotonic()
+        process.send_signal(number)
+        code, said = process.wait(60), process.stderr
+    finally:
+        process.kill()
+    assert code == Interrupted(number, None).exit_code
+    assert time.monotonic() - began < watch.STOP_SECONDS / 2
+    assert said.endswith(f"thinwire: stopped by {signal.Signals(number).name}, before it began\n"), said
 
 
 @pytest.fixture

@@ -148,6 +148,22 @@ def test_who_failed_first_is_blamed_and_else_who_is_silent():
         assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
 
 
+def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypatch):
+    """It waited for the store for many minutes."""
+    own, mended = Presence(dist.HashStore(), 0, 2, beat_seconds=0.01), threading.Event()
+
+    def read(what):
+        mended.wait()
+        raise RuntimeError("Connection reset by peer")
+
+    monkeypatch.setattr(own, "_read", read)
+    said = str(own.explained(CommunicationError("all_reduce failed")))
+    mended.set()
+    assert said.startswith(
+        "all_reduce failed; the store has not answered for 0.15 seconds: this worker is cut off from "
+    )
+
+
 def test_errors_reach_the_other_workers_through_the_store():
     store = dist.HashStore()
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
@@ -190,6 +206,21 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
         monkeypatch.setenv(name, "before")
     connect.choose_interface("lo", one_node=False)
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+
+
+def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+    """The host's own name may stand for the loopback, and Gloo takes that."""
+
+    def fail(*arguments, **options):
+        raise RuntimeError(
+            "Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] timed out: [127.0.1.1]:7600"
+        )
+
+    monkeypatch.setattr(connect.dist, "init_process_group", fail)
+    place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
+    with pytest.raises(CommunicationError, match=r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"):
+        with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
+            pass
 
 
 @pytest.mark.parametrize("one_node", [True, False])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -24,6 +25,8 @@ FREE = [
     *"elastic min_workers lighthouse first_worker check_every credentials listen relay".split(),
 ]
 """Fields that may change in a resumed run, because they change its result only by rounding."""
+
+SEEN_SECONDS = 60.0  # after which a network file system shows on one machine what another one has made
 
 KEPT = ("config.json", LOCK)  # files that stay in an overwritten run
 
@@ -99,6 +102,22 @@ def begin(config: RunConfig, folder: Path) -> None:
             for path in [path for path in folder.iterdir() if path.name not in KEPT]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_json(folder / "config.json", config.as_dict())
+
+
+def require_shared(folder: Path) -> None:
+    """Check that this worker sees the folder that the first one has made, to which each writes its part of a checkpoint.
+
+    Raises:
+        ValueError: it does not, as on a machine that does not share it.
+    """
+    deadline = time.monotonic() + SEEN_SECONDS
+    while not folder.is_dir():
+        require(
+            time.monotonic() < deadline,
+            f"the run's folder {str(folder)!r}, which worker 0 has made, is not there; workers of several machines need a "
+            "folder that they share: choose it with --output, or use --elastic",
+        )
+        time.sleep(0.1)
 
 
 @contextmanager

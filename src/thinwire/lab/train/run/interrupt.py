@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -25,16 +27,17 @@ class Interrupted(Exception):
 
     Args:
         signal: number of the signal.
-        checkpoint: folder of the checkpoint.
+        checkpoint: folder of the checkpoint; None if the run had not begun, so that there is nothing to save.
     """
 
-    def __init__(self, signal: int, checkpoint: Path):
+    def __init__(self, signal: int, checkpoint: Path | None):
         super().__init__(signal, checkpoint)
         self.signal = signal
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
-        return f"stopped by {signal.Signals(self.signal).name}, saved in {self.checkpoint}"
+        saved = "before it began" if self.checkpoint is None else f"saved in {self.checkpoint}"
+        return f"stopped by {signal.Signals(self.signal).name}, {saved}"
 
     @property
     def exit_code(self) -> int:
@@ -45,6 +48,14 @@ class Interrupted(Exception):
 class Interruption:
     """Handles SIGINT, SIGTERM and SIGUSR1 and unblocks them. Use it in the main thread.
 
+    Args:
+        end: called in another thread with a signal that comes before `has_begun`. It ends the process, whose main thread may
+            wait for other workers in C++ or Rust. None: such a signal waits for the first step.
+
+    Attributes:
+        has_begun: whether the run has begun, so that there may be something to save.
+        received: the first signal; 0 for none.
+
     Example:
         >>> import os, signal
         >>> from thinwire.comm import LocalWorld
@@ -54,11 +65,18 @@ class Interruption:
         True
     """
 
-    def __init__(self):
-        self.received = 0
+    def __init__(self, end: Callable[[int], object] | None = None):
+        self.received, self.has_begun = 0, False
         self._vote: Handle | None = None
+        self._end = end
 
     def __enter__(self) -> Interruption:
+        if self._end is not None:
+            # Python writes each signal here at once, whatever the main thread does.
+            reads, self._writes = os.pipe()
+            os.set_blocking(self._writes, False)
+            signal.set_wakeup_fd(self._writes)
+            threading.Thread(target=self._listen, args=(reads, self._end), name="thinwire-signals", daemon=True).start()
         # A launcher of ours has blocked them until now, so that none is lost.
         self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -67,6 +85,15 @@ class Interruption:
     def __exit__(self, *_: object) -> None:
         for number, handler in self._handlers.items():
             signal.signal(number, handler)
+        if self._end is not None:
+            signal.set_wakeup_fd(-1)
+            os.close(self._writes)  # ends the thread
+
+    def _listen(self, reads: int, end: Callable[[int], object]) -> None:
+        while number := os.read(reads, 1):
+            if not self.has_begun and number[0] in SIGNALS:
+                end(number[0])
+        os.close(reads)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number

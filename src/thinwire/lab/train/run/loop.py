@@ -44,7 +44,7 @@ from ..config import RunConfig
 from ..data import Dataset
 from ..device import choose_device
 from ..folder import checkpoint
-from ..folder.run_folder import begin
+from ..folder.run_folder import begin, require_shared
 from ..optimize import set_learning_rate
 from ..results.callbacks import Callback, EachStep, called
 from ..results.codec_statistics import codec_statistics, own_gradients
@@ -110,6 +110,7 @@ def run(
     if config.variance and training.strategy.models_differ:
         warnings.append(f"--variance records nothing: {config.strategy} averages no gradients")
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
+    run_on_all(comm, lambda: None if comm.is_elastic else require_shared(folder))
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
     for warning in warnings if workers.is_first else []:
@@ -180,7 +181,9 @@ class _Worker:
         """Take all steps; returns the signal that stopped the run, or 0."""
         state, stop, is_complete = self.state, 0, False
         while not (stop or is_complete):
-            if self.workers.begin_round(self.strategy):
+            are_new = self.workers.begin_round(self.strategy)
+            interruption.has_begun = True
+            if are_new:
                 self._report_damage()
                 self._split()
                 if not self.workers.comm.is_elastic:

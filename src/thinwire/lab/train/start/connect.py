@@ -18,7 +18,9 @@ import torch.distributed as dist
 
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
-from ....comm.addresses import own_address
+from ....comm.addresses import address_text, own_address
+from ....comm.handle import reason_of
+from ....comm.notice import said_if_late
 from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
@@ -34,6 +36,7 @@ log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
+PAUSE_SECONDS = 0.2  # between two tries to reach worker 0
 
 
 @contextmanager
@@ -64,7 +67,8 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     rank, size = environment.rank, environment.size
     presence = None
     if store is None:
-        store = fresh(meeting_store(environment, credentials), rank, size)
+        with said_if_late(lambda: awaited(environment, credentials)):
+            store = fresh(meeting_store(environment, credentials), rank, size)
         presence = Presence(store, rank, size)
     if credentials is not None or config.dials_out:
         with same_error_on_all():
@@ -87,7 +91,13 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         return
     with same_error_on_all():
         backend = choose_backend(config.transport, device, environment, store)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    try:
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"the workers did not connect ({reason_of(error)}); if that is no address at which they reach each other, name the "
+            "network interface that they share with --interface"
+        ) from error
     with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
         yield comm
     dist.destroy_process_group()
@@ -130,6 +140,21 @@ def warn_if_open(credentials: Credentials | None, is_first: bool) -> None:
         )
 
 
+def awaited(environment: Environment, credentials: Credentials | None) -> str:
+    """What a worker waits for at the start of a run, in words."""
+    whom = "worker 0" if environment.rank else f"the other {environment.size - 1} workers"
+    place = address_text(*_meeting_place(environment, credentials))
+    return f"worker {environment.rank} waits for {whom} at {place}, for at most {SECONDS:g} seconds"
+
+
+def _meeting_place(environment: Environment, credentials: Credentials | None) -> tuple[str, int]:
+    """Where workers meet: the environment's address, unless it has none and the credentials have one."""
+    host, port = environment.master_address, environment.master_port
+    if host == LOOPBACK and not environment.one_node and credentials is not None and credentials.address is not None:
+        return credentials.address
+    return host, port
+
+
 def meeting_store(environment: Environment, credentials: Credentials | None = None) -> dist.Store:
     """The store at the environment's address, which rank 0 makes unless torchrun has one.
 
@@ -152,18 +177,39 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
                 raise ValueError(f"port {port} of {host} is taken; choose another with MASTER_PORT") from None
             why = f"{host}: {error.strerror or error}"
         log.warning(f"the store listens on all interfaces, because {why}")
+    if rank > 0:
+        _await_first(host, port)
     return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
 
 
+def _await_first(host: str, port: int) -> None:
+    """Wait until worker 0 listens. PyTorch's client would wait twice as long, and print the stack of C++.
+
+    Raises:
+        CommunicationError: it does not.
+    """
+    deadline = time.monotonic() + SECONDS
+    while True:
+        try:
+            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            return
+        except OSError as error:
+            if time.monotonic() + PAUSE_SECONDS > deadline:
+                raise CommunicationError(
+                    f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
+                    f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
+                ) from error
+            time.sleep(PAUSE_SECONDS)
+
+
 def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
-    host, port = environment.master_address, environment.master_port
     require(
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
         "torchrun's own store answers everybody; with credentials, start each worker with RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT instead, or use --elastic without torchrun",
     )
-    if host == LOOPBACK and not environment.one_node and credentials.address is not None:
-        host, port = credentials.address
+    host, port = _meeting_place(environment, credentials)
+    if host != environment.master_address:
         os.environ["MASTER_ADDR"] = host  # `own_address` takes the interface that reaches it
     if environment.rank > 0:
         return connected_store(host, port, RENDEZVOUS, credentials)

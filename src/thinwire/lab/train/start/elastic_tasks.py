@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -12,16 +13,19 @@ from urllib.parse import urlsplit
 
 from ....algorithm import require
 from ....comm.addresses import own_address
+from ....comm.notice import said_if_late
 from ..config import RunConfig
 from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
-from .connect import choose_interface, credentials_of, meeting_store
+from .connect import awaited, choose_interface, credentials_of, meeting_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
 from .worker import failure, ignore_file_errors
+
+log = logging.getLogger("thinwire")
 
 KEY = "thinwire/lighthouse"
 
@@ -48,13 +52,14 @@ def join_elastic(
     choose_interface(config.interface, environment.one_node)
     # The launcher numbers the workers of all machines.
     config = replace(config, workers=environment.size, first_worker=0)
+
     try:
         folder = make_folder(config)  # of this machine, or one that tasks share
         if on_start is not None and environment.rank == 0:
             on_start(folder)
         with (
+            Interruption(early_end(environment, on_stop)) as interruption,
             _lighthouse(config, environment) as address,
-            Interruption() as interruption,
             communicator(config, address, environment.rank, environment.local_size) as comm,
         ):
             loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
@@ -69,6 +74,20 @@ def join_elastic(
     return folder
 
 
+def early_end(environment: Environment, on_stop: Callable[[Interrupted], None]) -> Callable[[int], None]:
+    """What ends this process after a signal that comes before the run has begun. The first worker of each machine says it."""
+
+    def end(number: int) -> None:
+        stop = Interrupted(number, None)
+        if environment.rank == 0:
+            on_stop(stop)
+        elif environment.local_rank == 0:
+            log.warning(stop)
+        os._exit(stop.exit_code)
+
+    return end
+
+
 @contextmanager
 def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
     """The address of the Lighthouse: the configured one, or that of task 0, which the others read from the launcher's store."""
@@ -78,9 +97,12 @@ def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
         with lighthouse_of(config, environment.master_address) as address:
             yield address
         return
-    store = meeting_store(environment, credentials_of(config))
-    if environment.rank > 0:
-        yield store.get(KEY).decode()
+    credentials = credentials_of(config)
+    with said_if_late(lambda: awaited(environment, credentials)):
+        store = meeting_store(environment, credentials)
+        found = store.get(KEY).decode() if environment.rank > 0 else None
+    if found is not None:
+        yield found
         return
     with lighthouse_of(config, own_address()[1]) as address:
         store.set(KEY, address)

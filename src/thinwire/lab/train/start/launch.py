@@ -27,7 +27,7 @@ from ..run import loop
 from ..run.interrupt import Interrupted, Interruption, requeue
 from ..shared_errors import SharedError, run_on_all
 from .connect import check_mpi, choose_interface, connected, credentials_of
-from .elastic_tasks import join_elastic
+from .elastic_tasks import early_end, join_elastic
 from .environment import Environment, set_variables
 from .spawn import spawn
 from .watch import WorkerError
@@ -123,7 +123,9 @@ def _join(
     name, rank, size = environment.launcher, environment.rank, environment.size
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
-        with ExitStack() as lock, Interruption() as interruption, connected(config, environment) as comm:
+        end = early_end(environment, partial(_stopped, config, on_stop))
+        with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
+            interruption.has_begun = True  # all have met: a signal that one gets stops all, after a step
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             try:

@@ -17,6 +17,7 @@ from ....comm.store import Store
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 4  # without a sign of life, before a worker is named
+ANSWER_BEATS = 15  # for the store to tell all this
 
 
 class Presence:
@@ -64,6 +65,20 @@ class Presence:
 
     def explained(self, error: CommunicationError) -> CommunicationError:
         """The same error, with the worker that is to blame for it if there is one."""
+        found: list[CommunicationError] = []
+        ask = partial(wait_at_most_until_exit, lambda: found.append(self._explained(error)))
+        asking = threading.Thread(target=ask, name="thinwire-blame", daemon=True)
+        asking.start()
+        # Over a line that is cut, PyTorch's client would wait for many minutes.
+        asking.join(seconds := ANSWER_BEATS * self._beat_seconds)
+        if found:
+            return found[0]
+        silence = f"the store has not answered for {seconds:g} seconds"
+        return CommunicationError(
+            f"{error}; {silence}: this worker is cut off from worker 0 or its launcher, which holds it"
+        )
+
+    def _explained(self, error: CommunicationError) -> CommunicationError:
         try:
             reasons = self._read("failed-first")
             # A report tells more than silence, and may come while this worker looks for who is silent.

@@ -205,9 +205,7 @@ class Watch:
     def _check_end(self) -> None:
         code = max(worker.exitcode or 0 for worker in self.workers if worker.exitcode in ENDINGS)
         if code:
-            saved = latest(self.folder / "checkpoints")
-            assert saved is not None, "a worker saves a checkpoint before it ends with a signal's exit code"
-            raise Interrupted(code - 128, saved)
+            raise Interrupted(code - 128, latest(self.folder / "checkpoints"))  # there is none if the run had not begun
         if not (self.folder / "summary.json").exists():
             raise WorkerError(f"the run ended before its last step; what was saved is in {self.folder}")
 

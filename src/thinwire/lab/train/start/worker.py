@@ -60,7 +60,9 @@ def work(
     os.environ.update(environment.variables())
     store, number = None, config.first_worker + place
     try:
-        with Interruption() as interruption:
+        # An elastic worker may wait long for others before it begins, and has nothing to save.
+        end_early = None if lighthouse is None else lambda number: os._exit(128 + number)
+        with Interruption(end_early) as interruption:
             credentials = credentials_of(config)
             store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:

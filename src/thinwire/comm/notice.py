@@ -1,0 +1,32 @@
+"""Says what a worker waits for, when it waits long."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+NOTICE_SECONDS = 5.0
+START_SECONDS = 30.0
+"""How long workers wait for a Lighthouse or a relay, which may start after them."""
+log = logging.getLogger("thinwire")
+
+
+@contextmanager
+def said_if_late(text: Callable[[], str]) -> Iterator[None]:
+    """Context that logs `text()` once if it lasts longer than `NOTICE_SECONDS`, unless the text is empty.
+
+    Of the workers that a launcher started on this machine, the first one says it.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    timer = threading.Timer(NOTICE_SECONDS, lambda: (line := text()) and log.info(line))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
