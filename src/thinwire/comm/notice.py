@@ -23,7 +23,12 @@ def said_if_late(text: Callable[[], str]) -> Iterator[None]:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
-    timer = threading.Timer(NOTICE_SECONDS, lambda: (line := text()) and log.info(line))
+
+    def say() -> None:
+        if line := text():
+            log.info(line)
+
+    timer = threading.Timer(NOTICE_SECONDS, say)
     timer.daemon = True
     timer.start()
     try:

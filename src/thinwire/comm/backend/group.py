@@ -31,7 +31,6 @@ def _in_main_memory(
 ) -> Any:  # of any type, for PyTorch's have more ways to call them
     """Tensors elsewhere go to the C++ class, under the same name."""
 
-    @torch.compiler.disable  # Dynamo would trace what a compiled model in DDP calls here
     @wraps(method)
     def dispatched(self: ThinwireGroup, *args: Any, **named: Any) -> Any:
         device = _device([*args, *named.values()])
@@ -41,7 +40,7 @@ def _in_main_memory(
         self._connect_device(device)
         return getattr(dist.ProcessGroup, method.__name__)(self, *args, **named)
 
-    return dispatched
+    return torch.compiler.disable(dispatched)  # Dynamo would trace what a compiled model in DDP calls
 
 
 class ThinwireGroup(dist.ProcessGroup):

@@ -66,7 +66,11 @@ class Presence:
     def explained(self, error: CommunicationError) -> CommunicationError:
         """The same error, with the worker that is to blame for it if there is one."""
         found: list[CommunicationError] = []
-        ask = partial(wait_at_most_until_exit, lambda: found.append(self._explained(error)))
+
+        def ask() -> None:
+            with until_exit():
+                found.append(self._explained(error))
+
         asking = threading.Thread(target=ask, name="thinwire-blame", daemon=True)
         asking.start()
         # Over a line that is cut, PyTorch's client would wait for many minutes.
