@@ -403,6 +403,12 @@ def refuses(comm) -> None:
         dist.isend(torch.ones(1), 1 - comm.rank, group, -1)
     with pytest.raises(ValueError, match="expected 2 times the 3 elements of torch.float32, got 5 of torch.float32"):
         dist.all_gather_into_tensor(torch.empty(5), torch.ones(3), group=group)
+    with pytest.raises(ValueError, match="expected a tensor for each of 2 ranks, got 2 to send and 1 to receive into"):
+        dist.all_gather([torch.empty(3)], torch.ones(3), group=group)
+    with pytest.raises(ValueError, match="as many elements from itself as it sends itself, 2, got room for [13]"):
+        dist.all_to_all_single(torch.empty(4), torch.ones(4), [1, 3], [2, 2], group=group)
+    with pytest.raises(ValueError, match=r"got shape \(3, 3\) with torch.sparse_csr. Pass tensor.to_dense\(\)"):
+        dist.all_reduce(torch.eye(3).to_sparse_csr(), group=group)
     with pytest.raises(ValueError, match="ReduceOp.MAX is not defined for sparse tensors"):
         dist.all_reduce(torch.eye(3).to_sparse(), Op.MAX, group)
     with pytest.raises(ValueError, match="expects a contiguous tensor, got shape"):

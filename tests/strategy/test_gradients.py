@@ -299,3 +299,15 @@ def test_mistakes_have_one_clear_line():
             embedding(torch.tensor([1])).sum().backward()
 
     tw.LocalWorld(1).run(frozen)
+
+
+def test_float64_gradients_are_averaged_in_float32():
+    def worker(comm):
+        model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            model(torch.full((1, 1), comm.rank + 1 / 3, dtype=torch.float64)).sum().backward()
+        return model.weight.grad
+
+    first, second = tw.LocalWorld(2).run(worker)
+    assert first.dtype == torch.float64 and torch.equal(first, second)
+    assert first.item() == first.float().item() == pytest.approx(5 / 6, rel=2e-7)

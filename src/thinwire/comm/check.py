@@ -40,7 +40,8 @@ def tensor(comm: Communicator, operation: str, value: Any) -> None:
         raise ValueError(
             f"rank {comm.rank}: {operation} expects a contiguous tensor, got shape {tuple(value.shape)} with "
             f"{'strides ' + str(value.stride()) if value.layout == torch.strided else value.layout}. "
-            "Pass tensor.contiguous(), and copy the result back where it is in place."
+            f"Pass tensor.{'contiguous' if value.layout == torch.strided else 'to_dense'}(), and copy the result back where "
+            "it is in place."
         )
 
 

@@ -448,3 +448,19 @@ def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
 
     assert LocalWorld(2).run(worker) == [[[1.0, 3.0, 5.0]] * 3] * 2
     place.close()
+
+
+@pytest.mark.parametrize(
+    "options, expected",
+    [
+        ({"number": "3"}, "number must be an integer from 0 to 1000000, got '3'"),
+        ({"number": 10**7}, "number must be an integer from 0 to 1000000, got 10000000"),
+        ({"min_workers": 0}, "min_workers must be an integer, 1 or more, got 0"),
+        ({"timeout_seconds": -1}, "timeout_seconds must be above 0, got -1"),
+        ({"quorum_seconds": 0}, "quorum_seconds must be above 0, got 0"),
+        ({"check_every": 1.5}, "check_every must be an integer, 0 or more, got 1.5"),
+    ],
+)
+def test_values_are_checked_before_the_lighthouse_is_asked(options, expected):
+    with pytest.raises(ValueError, match=f"ElasticCommunicator: {expected}"):
+        ElasticCommunicator("http://127.0.0.1:1", **options)

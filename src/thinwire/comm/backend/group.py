@@ -292,8 +292,18 @@ class ThinwireGroup(dist.ProcessGroup):
     def _exchange(self, sends: Sequence[Tensor | None], receives: Sequence[Tensor | None]) -> Handle:
         """Send a tensor to each rank, and receive one from each; the own one is copied."""
         rank, size = self.rank(), self.size()
+        if len(sends) != size or len(receives) != size:
+            raise ValueError(
+                f"rank {rank}: expected a tensor for each of {size} ranks, got {len(sends)} to send and {len(receives)} to "
+                "receive into"
+            )
         own, into = sends[rank], receives[rank]
         if own is not None and into is not None:
+            if own.numel() != into.numel():
+                raise ValueError(
+                    f"rank {rank}: expected as many elements from itself as it sends itself, {own.numel()}, got room for "
+                    f"{into.numel()}; give tensors of equal sizes on both sides"
+                )
             into.detach().copy_(own.detach().view_as(into))
         # Each rank begins with another peer, so that none is flooded.
         peers = [(rank + step) % size for step in range(1, size)]
@@ -356,7 +366,7 @@ def _device(args: Sequence[Any]) -> torch.device:
 def _landing(tensor: Tensor, copied: bool = False) -> tuple[Tensor, Callable[[], None]]:
     """Contiguous memory to receive a tensor into, with its contents if `copied`, and what brings it to the tensor."""
     tensor = tensor.detach()
-    if tensor.is_contiguous() or tensor.layout != torch.strided:  # the communicator refuses the latter
+    if tensor.layout != torch.strided or tensor.is_contiguous():  # the communicator refuses the latter
         return tensor, _nothing
     whole = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if copied:

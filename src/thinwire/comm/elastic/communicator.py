@@ -54,6 +54,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
+from ...options import require_integer, require_number
 from ...streams import refuse_capture
 from ..base import Communicator, Start
 from ..channel import Channel
@@ -63,7 +64,7 @@ from ..notice import said_if_late
 from ..process_group import ProcessGroupCommunicator
 from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
-from .claims import MAX_ROUNDS, Claim, differing, members_of, place_of
+from .claims import MAX_NUMBER, MAX_ROUNDS, Claim, differing, members_of, place_of
 from .forming import Forming
 from .groups import GlooGroups, Groups, TcpGroups
 from .healing import Healing
@@ -84,7 +85,7 @@ class ElasticCommunicator(Communicator):
 
     Args:
         lighthouse: address of the Lighthouse, such as "http://host:29510".
-        number: this worker's own number; different on all workers. Ranks follow the order of the numbers.
+        number: this worker's own number, 0..1000000; different on all workers. Ranks follow the order of the numbers.
         min_workers: fewer do not begin a round.
         timeout_seconds: how long a worker may be silent in a round before the round is given up.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
@@ -108,9 +109,10 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
-        ValueError: torchft is not installed, the Lighthouse needs credentials, or there is no GPU for NCCL. When a round
-            forms: the number is taken, the configuration differs from that of the others, or healing would lose rounds that
-            it has committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
+        ValueError: a value out of range, torchft is not installed, the Lighthouse needs credentials, or there is no GPU for
+            NCCL. When a round forms: the number is taken, the configuration differs from that of the others, or healing would
+            lose rounds that it has committed (`LostRounds`), or the workers' states differ and no majority says which is right
+            (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
             not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.
@@ -133,6 +135,12 @@ class ElasticCommunicator(Communicator):
         listens: bool = True,
         relay: str | None = None,
     ):
+        call = "ElasticCommunicator"
+        require_integer(f"{call}: number", number, 0, MAX_NUMBER)
+        require_integer(f"{call}: min_workers", min_workers, 1)
+        require_number(f"{call}: timeout_seconds", timeout_seconds, above=0)
+        require_number(f"{call}: quorum_seconds", quorum_seconds, above=0)
+        require_integer(f"{call}: check_every", check_every, 0)
         require(
             listens or relay is not None,
             f"worker {number}: one that takes no connections needs a relay, which takes them for it",
@@ -140,10 +148,6 @@ class ElasticCommunicator(Communicator):
         require(
             relay is None or (credentials is not None and replica is None),
             f"worker {number}: a relay is for workers of one process with credentials",
-        )
-        require(
-            type(check_every) is int and check_every >= 0,
-            f"worker {number}: check_every must be an integer, 0 or more, got {check_every!r}",
         )
         require(
             credentials is None or backend == "gloo",

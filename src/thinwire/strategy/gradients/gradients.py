@@ -70,6 +70,9 @@ class Gradients(Averaging[GradientCompression]):
     made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others. One that
     all workers freeze later gets no gradient any more.
 
+    Gradients of every dtype are averaged in float32, and come back in their own dtype. So float64 gradients lose digits, and
+    one above 3.4e38 counts as infinite.
+
     Of a model under `fully_shard(model, mesh=mesh["shard"])` each worker averages the shards of its gradients with those of
     the other replicas, `replicas=mesh["replicate"]`: HSDP with a thin wire between replicas. Memory has the size of a shard.
 

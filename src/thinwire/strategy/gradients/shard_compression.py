@@ -247,7 +247,8 @@ class Shards(Strategy[ShardCompression]):
 
     Attach it after `fully_shard`; it needs no optimizer, and communicates over the mesh of the model. Optimizers, checkpoints
     and clipping see exact shards; only what travels is encoded. The gradient is unbiased at the parameters that the forward
-    pass has used. In the first forward pass all workers compare options and seeds.
+    pass has used. What is encoded is float32, so a model in float64 loses digits. In the first forward pass all workers
+    compare options and seeds.
 
     Bytes sent per worker and module, n elements: `(W-1)/W (n_g + n_p)`, where n_g and n_p are the bytes of the encoded n
     elements; n_p twice if FSDP gathers again before backward (`reshard_after_forward`). Dense, n_g = n_p = 4n in float32.
