@@ -587,6 +587,12 @@ def test_what_cannot_be_is_refused_when_it_is_built(text, message):
     assert "\n" not in str(caught.value)
 
 
+def test_a_budget_that_nothing_fits_is_told_in_whole_bytes():
+    """It said that 13 bytes, 12.75 of them, are less than 13."""
+    with pytest.raises(ValueError, match=r"3 bits an element is 12 bytes, and the smallest candidate, .*, takes 13"):
+        tw.Fitted(3.0).init_state({"w": torch.Size([2, 17])})
+
+
 @pytest.mark.parametrize("averager", [
     tw.Mean(tw.Fitted(4, candidates=QUANTIZERS, measure_steps=(1,))),
     tw.Mean(tw.Fitted(error_of=tw.QSGD(bits=4, bucket_size=64), candidates=QUANTIZERS, measure_steps=(1,))),

@@ -277,7 +277,7 @@ class Fitted(AdaptiveCodec):
         fitting = [i for i, n in enumerate(num_bytes) if n <= budget]
         require(
             bool(fitting) or self.budget == LINE,
-            f"Fitted: a budget of {8 * budget / _numel(sizes):.4g} bits an element is {budget:.0f} bytes, and the smallest "
+            f"Fitted: a budget of {8 * budget / _numel(sizes):.4g} bits an element is {int(budget)} bytes, and the smallest "
             f"candidate, {self.codecs[int(np.argmin(num_bytes))]}, takes {min(num_bytes)}; give a larger budget or a smaller "
             "candidate",
         )
