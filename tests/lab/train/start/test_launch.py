@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -237,6 +238,16 @@ def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monk
 def test_mpi_needs_a_pytorch_that_has_it(tmp_path):
     with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --transport gloo"):
         train(RunConfig("digits", transport="mpi", output=tmp_path))
+
+
+def test_a_worker_that_comes_to_the_store_of_another_run_is_told_so():
+    """It was told of a key that it had waited for."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(
+        CommunicationError, match=r"worker 0 did not greet worker 1 \(.*\); .* are those of another run$"
+    ):
+        connect.fresh(store, 1, 2)
 
 
 def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own():

@@ -226,13 +226,22 @@ def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     torchrun's store outlives the workers: after a restart it still has the addresses of the old ones. So rank 0 chooses a
     new prefix. Each worker writes a greeting with an identifier of its own; rank 0 answers each identifier with the prefix
     until all workers have confirmed it.
+
+    Raises:
+        CommunicationError: worker 0 does not answer.
     """
     own = uuid.uuid4().hex
     store.set(f"greeting/{rank}", own)
     if rank == 0:
         _tell(store, own, set(range(1, size)))
         return dist.PrefixStore(own, store)
-    word = store.get(f"answer/{own}").decode()
+    try:
+        word = store.get(f"answer/{own}").decode()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"worker 0 did not greet worker {rank} ({reason_of(error)}); see whether it runs, and whether MASTER_ADDR and "
+            "MASTER_PORT are those of another run"
+        ) from error
     store.set(f"heard/{word}/{rank}", "")
     return dist.PrefixStore(word, store)
 
