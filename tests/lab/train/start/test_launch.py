@@ -209,7 +209,8 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["init_process_group", "new_group"])
+def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, monkeypatch, tmp_path):
     """The host's own name may stand for the loopback, and Gloo takes that."""
 
     def fail(*arguments, **options):
@@ -217,11 +218,13 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypat
             "Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] timed out: [127.0.1.1]:7600"
         )
 
-    monkeypatch.setattr(connect.dist, "init_process_group", fail)
+    monkeypatch.setattr(connect.dist, name, fail)
     place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
     with pytest.raises(CommunicationError, match=r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"):
         with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
             pass
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("one_node", [True, False])

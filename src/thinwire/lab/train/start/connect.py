@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -91,14 +91,17 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         return
     with same_error_on_all():
         backend = choose_backend(config.transport, device, environment, store)
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"the workers did not connect ({reason_of(error)}); if that is no address at which they reach each other, name the "
-            "network interface that they share with --interface"
-        ) from error
-    with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
+    with blaming(presence), ExitStack() as stack:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+            comm = stack.enter_context(connect(config.transport, timeout_seconds=config.timeout, device=device))
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the workers did not connect ({reason_of(error)}); see whether all of them reach each other, and name the "
+                "network interface that they share with --interface"
+            ) from error
         yield comm
     dist.destroy_process_group()
 
