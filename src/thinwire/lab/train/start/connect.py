@@ -36,7 +36,7 @@ log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
-PAUSE_SECONDS = 0.2  # between two tries to reach worker 0
+TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each of its addresses, and between two
 
 
 @contextmanager
@@ -194,7 +194,7 @@ def _await_first(host: str, port: int) -> None:
     deadline = time.monotonic() + SECONDS
     while True:
         try:
-            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            socket.create_connection((host, port), TRY_SECONDS).close()
             return
         except OSError as error:
             if time.monotonic() + PAUSE_SECONDS > deadline:
