@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.elastic import serve, worker
@@ -17,6 +18,9 @@ from helpers.keys import keys_of
 from helpers.program import Program
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, notice
+from thinwire.comm.elastic import forming
+from thinwire.comm.elastic.forming import Forming
+from thinwire.comm.members import LeftOut
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tls.connections import Client, Listener, Refused
 from thinwire.comm.tls.relay import Relay, host_at, own_address_at
@@ -118,3 +122,16 @@ def test_a_relay_that_does_not_run_is_named_at_the_start(tmp_path, listens):
         ElasticCommunicator(
             "https://127.0.0.1:1", 3, quorum_seconds=1.0, credentials=credentials, listens=listens, relay=relay
         )
+
+
+def test_a_worker_that_is_left_out_of_a_run_with_a_relay_is_told_of_the_relay(server, monkeypatch):
+    """It was told of a firewall, where the relay had ended."""
+    relay = f"127.0.0.1:{server.address[1]}"
+    own = Forming(3, "https://127.0.0.1:1", 2, 1.0, None, SimpleNamespace(rank=1, size=2), relay=relay)
+    choice = SimpleNamespace(taken={}, differing={}, unreached={own._id: SimpleNamespace(number=1)})
+    monkeypatch.setattr(own, "_asked", lambda claim, deadline: [])
+    monkeypatch.setattr(forming, "choose", lambda claims: choice)
+    with pytest.raises(
+        LeftOut, match=f"3 tries; see whether the relay at {relay} runs, and both reach it, and whether "
+    ):
+        own._chosen(lambda: None, 0.0)

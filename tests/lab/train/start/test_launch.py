@@ -11,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -208,7 +209,8 @@ def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
     assert os.environ["GLOO_SOCKET_IFNAME"] == os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
-def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypatch, tmp_path):
+@pytest.mark.parametrize("name", ["init_process_group", "new_group"])
+def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, monkeypatch, tmp_path):
     """The host's own name may stand for the loopback, and Gloo takes that."""
 
     def fail(*arguments, **options):
@@ -216,11 +218,13 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(monkeypat
             "Gloo connectFullMesh failed with [/gloo/transport/tcp/pair.cc:152] timed out: [127.0.1.1]:7600"
         )
 
-    monkeypatch.setattr(connect.dist, "init_process_group", fail)
+    monkeypatch.setattr(connect.dist, name, fail)
     place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
     with pytest.raises(CommunicationError, match=r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"):
         with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
             pass
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("one_node", [True, False])
@@ -237,6 +241,16 @@ def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monk
 def test_mpi_needs_a_pytorch_that_has_it(tmp_path):
     with pytest.raises(ValueError, match="built with MPI, and this one was not; choose --transport gloo"):
         train(RunConfig("digits", transport="mpi", output=tmp_path))
+
+
+def test_a_worker_that_comes_to_the_store_of_another_run_is_told_so():
+    """It was told of a key that it had waited for."""
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=0.1))
+    with pytest.raises(
+        CommunicationError, match=r"worker 0 did not greet worker 1 \(.*\); .* are those of another run$"
+    ):
+        connect.fresh(store, 1, 2)
 
 
 def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own():

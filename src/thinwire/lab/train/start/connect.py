@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 
 import torch
@@ -36,7 +36,7 @@ log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
-PAUSE_SECONDS = 0.2  # between two tries to reach worker 0
+TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each of its addresses, and between two
 
 
 @contextmanager
@@ -91,14 +91,17 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         return
     with same_error_on_all():
         backend = choose_backend(config.transport, device, environment, store)
-    try:
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
-    except RuntimeError as error:
-        raise CommunicationError(
-            f"the workers did not connect ({reason_of(error)}); if that is no address at which they reach each other, name the "
-            "network interface that they share with --interface"
-        ) from error
-    with blaming(presence), connect(config.transport, timeout_seconds=config.timeout, device=device) as comm:
+    with blaming(presence), ExitStack() as stack:
+        try:
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+            comm = stack.enter_context(connect(config.transport, timeout_seconds=config.timeout, device=device))
+        except CommunicationError:
+            raise
+        except RuntimeError as error:
+            raise CommunicationError(
+                f"the workers did not connect ({reason_of(error)}); see whether all of them reach each other, and name the "
+                "network interface that they share with --interface"
+            ) from error
         yield comm
     dist.destroy_process_group()
 
@@ -191,7 +194,7 @@ def _await_first(host: str, port: int) -> None:
     deadline = time.monotonic() + SECONDS
     while True:
         try:
-            socket.create_connection((host, port), max(0.1, deadline - time.monotonic())).close()
+            socket.create_connection((host, port), TRY_SECONDS).close()
             return
         except OSError as error:
             if time.monotonic() + PAUSE_SECONDS > deadline:
@@ -226,13 +229,22 @@ def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     torchrun's store outlives the workers: after a restart it still has the addresses of the old ones. So rank 0 chooses a
     new prefix. Each worker writes a greeting with an identifier of its own; rank 0 answers each identifier with the prefix
     until all workers have confirmed it.
+
+    Raises:
+        CommunicationError: worker 0 does not answer.
     """
     own = uuid.uuid4().hex
     store.set(f"greeting/{rank}", own)
     if rank == 0:
         _tell(store, own, set(range(1, size)))
         return dist.PrefixStore(own, store)
-    word = store.get(f"answer/{own}").decode()
+    try:
+        word = store.get(f"answer/{own}").decode()
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"worker 0 did not greet worker {rank} ({reason_of(error)}); see whether it runs, and whether MASTER_ADDR and "
+            "MASTER_PORT are those of another run"
+        ) from error
     store.set(f"heard/{word}/{rank}", "")
     return dist.PrefixStore(word, store)
 
