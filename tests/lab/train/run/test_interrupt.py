@@ -103,7 +103,7 @@ A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse h
         ("--elastic --workers 1", None, A_ROUND, signal.SIGINT),
         ("--elastic --resume", 0, A_ROUND, signal.SIGTERM),
         ("--elastic --resume", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
-        ("--transport tcp", 0, "worker 0 waits for the other 1 workers at 127.0.0.1:", signal.SIGUSR1),
+        ("--transport tcp", 0, "worker 0 waits for worker 1 at 127.0.0.1:", signal.SIGUSR1),
         ("--transport tcp", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
     ],
 )
