@@ -58,7 +58,7 @@ if __name__ == "__main__":
     trained(
         RunConfig(
             "digits", strategy=sys.argv[1], data=SpoiltDigits(), workers=2, batch_size=64, max_steps=6, log_every=1,
-            variance=True, output=Path(sys.argv[2]), name="run",
+            variance=sys.argv[1].startswith("Gradients"), output=Path(sys.argv[2]), name="run",
         )
     )
 '''
