@@ -116,12 +116,13 @@ def test_workers_wait_for_a_relay_that_starts_after_them(tmp_path, caplog, monke
 @pytest.mark.parametrize("listens", [True, False])
 def test_a_relay_that_does_not_run_is_named_at_the_start(tmp_path, listens):
     (credentials,) = keys_of(tmp_path, "a")
-    with Relay("127.0.0.1") as gone:
-        relay = f"127.0.0.1:{gone.address[1]}"
-    with pytest.raises(CommunicationError, match=f"worker 3: the relay at {relay}: Connection refused"):
-        ElasticCommunicator(
-            "https://127.0.0.1:1", 3, quorum_seconds=1.0, credentials=credentials, listens=listens, relay=relay
-        )
+    with socket.socket() as bound:  # so that nobody else listens there
+        bound.bind(("127.0.0.1", 0))
+        relay = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(CommunicationError, match=f"worker 3: the relay at {relay}: Connection refused"):
+            ElasticCommunicator(
+                "https://127.0.0.1:1", 3, quorum_seconds=1.0, credentials=credentials, listens=listens, relay=relay
+            )
 
 
 def test_a_worker_that_is_left_out_of_a_run_with_a_relay_is_told_of_the_relay(server, monkeypatch):

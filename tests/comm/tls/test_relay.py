@@ -138,10 +138,10 @@ def test_memory_is_bounded_when_a_receiver_is_slow(server):
 
 def test_it_tells_where_a_worker_comes_from(server):
     assert own_address_at(server.address) == "127.0.0.1"
-    with socket.create_server(("127.0.0.1", 0)) as silent:
-        address = silent.getsockname()
-    with pytest.raises(ConnectionError, match="the relay at 127.0.0.1"):
-        own_address_at(address)
+    with socket.socket() as bound:  # so that nobody else listens there
+        bound.bind(("127.0.0.1", 0))
+        with pytest.raises(ConnectionError, match="the relay at 127.0.0.1"):
+            own_address_at(bound.getsockname(), seconds=0.2)
 
 
 @pytest.mark.parametrize("text", ["host", "host:", ":80", "host:65536", "host:-1", "host:8o"])
@@ -237,10 +237,11 @@ def test_two_that_only_dial_out_need_a_relay(tmp_path):
 
 @engine
 def test_a_relay_that_is_not_there_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-    with pytest.raises(CommunicationError, match=f"rank 0: the relay at 127.0.0.1:{port}: Connection refused"):
-        TcpCommunicator.from_store(dist.HashStore(), 0, 2, timeout_seconds=5.0, relay=f"127.0.0.1:{port}")
+    with socket.socket() as bound:  # so that nobody else listens there
+        bound.bind(("127.0.0.1", 0))
+        at = f"127.0.0.1:{bound.getsockname()[1]}"
+        with pytest.raises(CommunicationError, match=f"rank 0: the relay at {at}: Connection refused"):
+            TcpCommunicator.from_store(dist.HashStore(), 0, 2, timeout_seconds=2.0, relay=at)
 
 
 def dies(rank: int, folder: str) -> None:

@@ -89,11 +89,6 @@ def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
     run_in_processes(1, hear_a_blocked_signal)
 
 
-def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return str(found.getsockname()[1])
-
-
 A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse http:"
 
 
@@ -109,9 +104,13 @@ A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse h
 )
 def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, rank, awaited, number, tmp_path):
     """It was silent for minutes, and had to be killed."""
-    place = {}
+    place, bound = {}, socket.socket()
+    bound.bind(("127.0.0.1", 0))
     if rank is not None:
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+        port = str(bound.getsockname()[1])
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if rank != 1:  # which dials it, and may find nobody else there
+        bound.close()
     words = ("train", "digits", "--name", "alone", *options.split())
     process = Program(command, str(tmp_path), *words, folder=tmp_path, LOCAL_RANK="0", **place)
     try:
@@ -121,6 +120,7 @@ def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, r
         code, said = process.wait(60), process.stderr
     finally:
         process.kill()
+        bound.close()
     assert code == Interrupted(number, None).exit_code
     assert time.monotonic() - began < watch.STOP_SECONDS / 2
     assert said.endswith(f"thinwire: stopped by {signal.Signals(number).name}, before it began\n"), said
