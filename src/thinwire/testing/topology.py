@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..notation import parse
 from ..topology import Topology
+from ..topology.properties import edge_weights
 from ..topology.speed import rounds_to_reach_all
 
 
@@ -44,15 +45,14 @@ def check_topology(topology: Topology, sizes: tuple[int, ...] = (1, 2, 4, 8), na
 
 
 def _check_step(topology: Topology, step: int, size: int) -> None:
-    everyone, where = [topology.neighbours(rank, step, size) for rank in range(size)], f"{topology}, {size} workers"
-    sent = {(i, j): weight for i, own in enumerate(everyone) for j, weight in own.sends.items()}
-    received = {(i, j): weight for j, own in enumerate(everyone) for i, weight in own.receives.items()}
-    for i, j in sorted(sent.keys() | received.keys()):
-        edge, given, taken = f"{where}, step {step}, from {i} to {j}", sent.get((i, j)), received.get((i, j))
+    where = f"{topology}, {size} workers"
+    for (i, j), (given, taken) in edge_weights(topology, step, size).items():
+        edge = f"{where}, step {step}, from {i} to {j}"
         assert i != j and 0 <= i < size and 0 <= j < size, f"{edge}: a peer must be another worker"
         assert given == taken, f"{edge}: the weight is {given} for the sender and {taken} for the receiver"
         assert given is not None and given > 0, f"{edge}: the weight must be positive, got {given}"
-    for rank, own in enumerate(everyone):
+    for rank in range(size):
+        own = topology.neighbours(rank, step, size)
         total = own.self_weight + sum(own.sends.values())
         assert own.self_weight > 0, f"{where}, step {step}: rank {rank} must keep a part of its own value"
         assert abs(total - 1) < 1e-9, f"{where}, step {step}: the value of rank {rank} is used {total} times, not once"

@@ -10,6 +10,20 @@ from .base import Topology
 from .compose import links_of
 
 
+def edge_weights(topology: Topology, step: int, size: int) -> dict[tuple[int, int], tuple[float | None, float | None]]:
+    """The weight of each edge `(sender, receiver)` as the sender has it and as the receiver has it; None if one lacks the edge.
+
+    Example:
+        >>> from thinwire.topology import Ring
+        >>> edge_weights(Ring(), step=0, size=2)
+        {(0, 1): (0.5, 0.5), (1, 0): (0.5, 0.5)}
+    """
+    everyone = [topology.neighbours(rank, step, size) for rank in range(size)]
+    sent = {(i, j): weight for i, own in enumerate(everyone) for j, weight in own.sends.items()}
+    received = {(i, j): weight for j, own in enumerate(everyone) for i, weight in own.receives.items()}
+    return {edge: (sent.get(edge), received.get(edge)) for edge in sorted(sent.keys() | received.keys())}
+
+
 def properties(topology: Topology, size: int) -> dict[str, Any]:
     """The properties of a topology on `size` workers, as plain values.
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from ...algorithm import require
 from ...codec import Codec
 from ...options import require_number
+from ...topology.properties import edge_weights
 from ...topology.speed import difference_rates
 
 if TYPE_CHECKING:
@@ -38,11 +39,7 @@ def check_matched(averager: GossipAverager, size: int) -> None:
     """Raise ValueError unless, in every step, each worker receives what others send to it: it would wait for ever."""
     topology = averager.topology
     for step in topology.steps(size):
-        everyone = [topology.neighbours(rank, step, size) for rank in range(size)]
-        sent = {(i, j): weight for i, own in enumerate(everyone) for j, weight in own.sends.items()}
-        received = {(i, j): weight for j, own in enumerate(everyone) for i, weight in own.receives.items()}
-        for i, j in sorted(sent.keys() | received.keys()):
-            given, taken = sent.get((i, j)), received.get((i, j))
+        for (i, j), (given, taken) in edge_weights(topology, step, size).items():
             require(
                 given is not None and taken is not None and isclose(given, taken),
                 f"{averager}: from rank {i} to rank {j} of {size} workers at step {step}, the weight is {given} for the "
