@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 NOTICE_SECONDS = 5.0
@@ -15,20 +15,15 @@ log = logging.getLogger("thinwire")
 
 
 @contextmanager
-def said_if_late(text: Callable[[], str]) -> Iterator[None]:
-    """Context that logs `text()` once if it lasts longer than `NOTICE_SECONDS`, unless the text is empty.
+def said_if_late(text: str) -> Iterator[None]:
+    """Context that logs a text once if it lasts longer than `NOTICE_SECONDS`.
 
     Of the workers that a launcher started on this machine, the first one says it.
     """
     if os.environ.get("LOCAL_RANK", "0") != "0":
         yield
         return
-
-    def say() -> None:
-        if line := text():
-            log.info(line)
-
-    timer = threading.Timer(NOTICE_SECONDS, say)
+    timer = threading.Timer(NOTICE_SECONDS, log.info, [text])
     timer.daemon = True
     timer.start()
     try:

@@ -239,8 +239,10 @@ class ElasticCommunicator(Communicator):
         # Hashing a large state takes time, so most rounds do without.
         is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
         digest = self._healing.digest() if is_due else ""
+        # Each late notice takes a thread; a round of workers that are connected already is soon there.
+        notice = contextlib.nullcontext() if self._forming.place else said_if_late(self._forming.awaited())
         with self._left_out_closes():
-            with said_if_late(self._forming.awaited):
+            with notice:
                 self._claims_of_round = claims = self._connected_claims(deadline, digest)
             # The ledger compares with dense collectives of as many workers.
             self.ledger.size = self.size

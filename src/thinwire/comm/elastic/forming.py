@@ -104,7 +104,7 @@ class Forming:
         self._relay = None if relay is None else parse_address(relay)
         if self._relay is not None:
             self.settings["relay"] = str(relay)
-            with said_if_late(lambda: f"worker {number} waits for the relay at {relay}"):
+            with said_if_late(f"worker {number} waits for the relay at {relay}"):
                 self.host = _host_at(self._relay, self.host, listens, number, min(quorum_seconds, START_SECONDS))
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
@@ -113,7 +113,7 @@ class Forming:
         # Others read this worker's settings in its store. A round meets in the store of its first worker.
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
-            with said_if_late(lambda: f"worker {number} waits for the Lighthouse at {lighthouse}"):
+            with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
                 client = client_of(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
             self.asker = Asker(client, self._id)
         except ValueError:
@@ -204,10 +204,10 @@ class Forming:
         return rank
 
     def awaited(self) -> str:
-        """What this worker waits for, in words; "" if it only waits for others that it is connected with."""
+        """What this worker waits for, in words, while it is not connected with others."""
         what = f"a round of at least {self._min_workers} workers, at the Lighthouse {self._lighthouse}"
         limit = f"for at most {self._quorum_seconds:g} seconds"
-        return "" if self.place else f"worker {self._number} waits for {what}, {limit}"
+        return f"worker {self._number} waits for {what}, {limit}"
 
     def give_up(self) -> None:
         """Connections are lost: the next round connects anew."""

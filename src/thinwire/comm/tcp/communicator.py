@@ -452,7 +452,7 @@ def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tens
 
 
 def _reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> None:
-    # Under `torch.inference_mode` made, a tensor can be written in this mode alone, which is each thread's own.
+    # A tensor that was made under `torch.inference_mode` can be written in this mode alone, and each thread has its own.
     with torch.inference_mode(out.is_inference()):
         reduction(terms, out)
 

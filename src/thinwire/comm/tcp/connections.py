@@ -194,7 +194,7 @@ class Connections:
 
     def _seen_by(self, relay_address: tuple[str, int], seconds: float) -> str:
         try:
-            with said_if_late(lambda: f"rank {self._rank} waits for the relay at {address_text(*relay_address)}"):
+            with said_if_late(f"rank {self._rank} waits for the relay at {address_text(*relay_address)}"):
                 return relay.own_address_at(relay_address, seconds)
         except OSError as error:
             raise CommunicationError(f"rank {self._rank}: {error}") from error

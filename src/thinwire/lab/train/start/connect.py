@@ -67,7 +67,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     rank, size = environment.rank, environment.size
     presence = None
     if store is None:
-        with said_if_late(lambda: awaited(environment, credentials)):
+        with said_if_late(awaited(environment, credentials)):
             store = fresh(meeting_store(environment, credentials), rank, size)
         presence = Presence(store, rank, size)
     if credentials is not None or config.dials_out:

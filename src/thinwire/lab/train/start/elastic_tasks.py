@@ -52,7 +52,6 @@ def join_elastic(
     choose_interface(config.interface, environment.one_node)
     # The launcher numbers the workers of all machines.
     config = replace(config, workers=environment.size, first_worker=0)
-
     try:
         folder = make_folder(config)  # of this machine, or one that tasks share
         if on_start is not None and environment.rank == 0:
@@ -98,7 +97,7 @@ def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
             yield address
         return
     credentials = credentials_of(config)
-    with said_if_late(lambda: awaited(environment, credentials)):
+    with said_if_late(awaited(environment, credentials)):
         store = meeting_store(environment, credentials)
         found = store.get(KEY).decode() if environment.rank > 0 else None
     if found is not None:
