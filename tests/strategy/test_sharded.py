@@ -345,6 +345,8 @@ def other_policies_worker(comm):
     model = sharded(device_mesh(2))
     for policy in ("raise", "apply"):
         with tw.compress_shards(model, on_nonfinite=policy) as handle:
+            with pytest.raises(ValueError, match=f"Shards: parameter .* is attached to Shards.*{policy}.*detach"):
+                tw.compress_shards(model)  # both would count steps and set FSDP's collectives
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             model(batch(comm.rank, 0)[0], poison=comm.rank == 1).sum().backward()
             if policy == "raise":

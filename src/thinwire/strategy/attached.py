@@ -1,6 +1,6 @@
-"""Which strategy a parameter is attached to: at most one, so that no two average the same values.
+"""Which strategy a parameter is attached to: at most one that averages, so that no two average the same values.
 
-Beside it, one `Shards` may check the gradients of the same parameters.
+Beside it, one `Shards` may encode what FSDP sends of the same parameters.
 
 References are weak. A strategy keeps its parameters alive, so that an entry lives exactly as long as its strategy.
 One hook, for every step of every optimizer in the process, finds the strategies of the optimizer's parameters here.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,56 +24,64 @@ if TYPE_CHECKING:
     from .base import AveragerAttachment
     from .gradients.shard_compression import ShardCompression
 
-_STRATEGY_OF: WeakValueDictionary[int, AveragerAttachment] = WeakValueDictionary()
-_SHARDS_OF: WeakValueDictionary[int, ShardCompression] = WeakValueDictionary()
 _LOCK = threading.Lock()
+_S = TypeVar("_S", "AveragerAttachment", "ShardCompression")
 
 
-def require_unattached(call: str, parameters: NamedTensors) -> None:
-    """Raise a ValueError if one of the parameters is attached to a strategy already.
+class Holders(Generic[_S]):
+    """The attached strategies of one kind, by the parameters that they hold."""
 
-    Args:
-        call: the name of the strategy that wants to attach, such as "Gradients"; for the message.
-        parameters: with their names.
-    """
-    if _first_attached(parameters) is not None:
-        gc.collect()  # a strategy that nobody uses any more may still wait for the garbage collector
-    found = _first_attached(parameters)
-    if found is not None:
-        name, strategy = found
-        raise ValueError(
-            f"{call}: parameter {name!r} is attached to {strategy.strategy!r} already; a parameter takes "
-            "part in one strategy only: call detach() on that one first"
-        )
+    def __init__(self) -> None:
+        self._of: WeakValueDictionary[int, _S] = WeakValueDictionary()
+
+    def of(self, parameter: int) -> _S | None:
+        """The strategy that holds the parameter with this `id`."""
+        return self._of.get(parameter)
+
+    def require_unattached(self, call: str, parameters: NamedTensors) -> None:
+        """Raise a ValueError if one of the parameters is attached to a strategy of this kind already.
+
+        Args:
+            call: the name of the strategy that wants to attach, such as "Gradients"; for the message.
+            parameters: with their names.
+        """
+        if self._first_attached(parameters) is not None:
+            gc.collect()  # a strategy that nobody uses any more may still wait for the garbage collector
+        found = self._first_attached(parameters)
+        if found is not None:
+            name, strategy = found
+            raise ValueError(
+                f"{call}: parameter {name!r} is attached to {strategy.strategy!r} already; a parameter takes "
+                "part in one strategy only: call detach() on that one first"
+            )
+
+    def register(self, strategy: _S) -> None:
+        """Note that the parameters of a strategy are attached to it.
+
+        Raises:
+            ValueError: one of them is attached already.
+        """
+        with _LOCK:
+            # Checked again, because another thread may have attached since the first check.
+            self.require_unattached(strategy.call, strategy.parameters)
+            self._of.update((id(p), strategy) for _, p in strategy.parameters)
+            _set_hook()
+
+    def release(self, strategy: _S) -> None:
+        """Forget the parameters of a strategy."""
+        with _LOCK:
+            for _, p in strategy.parameters:
+                # A strategy that failed to attach is released too, while another one may hold the parameter.
+                if self._of.get(id(p)) is strategy:
+                    del self._of[id(p)]
+
+    def _first_attached(self, parameters: NamedTensors) -> tuple[str, _S] | None:
+        found = ((name, self._of.get(id(p))) for name, p in parameters)
+        return next(((name, strategy) for name, strategy in found if strategy is not None), None)
 
 
-def register(strategy: AveragerAttachment) -> None:
-    """Note that the parameters of a strategy are attached to it.
-
-    Raises:
-        ValueError: one of them is attached already.
-    """
-    with _LOCK:
-        # Checked again, because another thread may have attached since the first check.
-        require_unattached(strategy.call, strategy.parameters)
-        _STRATEGY_OF.update((id(p), strategy) for _, p in strategy.parameters)
-        _set_hook()
-
-
-def register_shards(compression: ShardCompression, parameters: NamedTensors) -> None:
-    """Let it check the gradients of its parameters before each step, until it is garbage or detached."""
-    with _LOCK:
-        _SHARDS_OF.update((id(p), compression) for _, p in parameters)
-        _set_hook()
-
-
-def release(strategy: AveragerAttachment) -> None:
-    """Forget the parameters of a strategy."""
-    with _LOCK:
-        for _, p in strategy.parameters:
-            # A strategy that failed to attach is released too, while another one may hold the parameter.
-            if _STRATEGY_OF.get(id(p)) is strategy:
-                del _STRATEGY_OF[id(p)]
+AVERAGED: Holders[AveragerAttachment] = Holders()
+SHARDED: Holders[ShardCompression] = Holders()
 
 
 @functools.cache
@@ -82,15 +90,10 @@ def _set_hook() -> None:
     register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
 
 
-def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] | None:
-    found = ((name, _STRATEGY_OF.get(id(p))) for name, p in parameters)
-    return next(((name, strategy) for name, strategy in found if strategy is not None), None)
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    found = (of.get(p) for of in (_STRATEGY_OF, _SHARDS_OF) for p in parameters)
+    found = (holders.of(p) for holders in (AVERAGED, SHARDED) for p in parameters)
     # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
         args, kwargs = checker.before_step(optimizer, args, kwargs)

@@ -41,7 +41,7 @@ from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
-from .attached import register, release, require_unattached
+from .attached import AVERAGED
 from .identity import check_identity, describe_tensors, key_of
 from .model.ddp import refuse_ddp
 from .model.models import NamedParameters, check_model, check_one_device
@@ -265,7 +265,7 @@ class AveragerAttachment(Attachment):
             else:
                 self._abandon(error)
         finally:
-            release(self)
+            AVERAGED.release(self)
             self._undo.close()
             self._shards.close()
             if self._owns_comm and self._comm is not None:
@@ -378,7 +378,7 @@ class AveragerAttachment(Attachment):
         Args:
             group: the process group of the workers, if no communicator was given; None for all workers.
         """
-        require_unattached(self.call, self.parameters)
+        AVERAGED.require_unattached(self.call, self.parameters)
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group or self._replicas, device=self.parameters[0][1].device)
             if self._layout is not None:
@@ -388,7 +388,7 @@ class AveragerAttachment(Attachment):
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
             self._shards.connect(self._comm)
             yield self._comm
-            register(self)
+            AVERAGED.register(self)
             self._advisor = Advisor(self.strategy, self._comm.rank)
         except BaseException:
             self.detach()

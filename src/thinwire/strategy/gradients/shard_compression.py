@@ -30,7 +30,7 @@ from ...comm import Communicator, Ledger, ProcessGroupCommunicator
 from ...comm.check import announced_sizes
 from ...comm.dense import gather_shards, reduce_scatter_shards
 from ...options import require_kind
-from ..attached import register_shards
+from ..attached import SHARDED
 from ..base import Attachment
 from ..model.optimizer_step import Arguments
 from ..model.own_gradients import OwnGradients
@@ -45,30 +45,32 @@ class ShardCompression(Attachment):
     """What `Shards` attaches: the encoded communication of one model under `fully_shard`.
 
     Attributes:
+        parameters: with their names.
         clock: times the phases.
         is_detached: whether collectives are dense again.
     """
+
+    call = CALL
 
     def __init__(self, strategy: Shards, model: nn.Module, seed: int):
         modules = reshard(model)
         require(bool(modules), f"{CALL}: no part of the model is under fully_shard; shard it first")
         self.strategy, self._seed = strategy, seed
-        gradients, parameters = strategy.gradients, strategy.parameters
         self.clock, self.is_detached = Clock(), False
         self._comm: ProcessGroupCommunicator | None = None
         self._group: Any = None
         self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
-        self._shards, self._named = Replica(CALL, model), list(model.named_parameters())
+        self._shards, self.parameters = Replica(CALL, model), list(model.named_parameters())
         self._own_gradients: OwnGradients | None = None
         self._culprit: str | None = None
-        register_shards(self, self._named)
+        SHARDED.register(self)
         names = {id(module): name for name, module in model.named_modules()}
         self._wires = [_Wire(self, names[id(module)]) for module in modules]
         for module, wire in zip(modules, self._wires, strict=True):
-            if parameters is not None:
+            if strategy.parameters is not None:
                 module.set_custom_all_gather(_AllGather(wire))
             module.set_custom_reduce_scatter(_ReduceScatter(wire))  # also where it stays dense: it counts steps
-            if gradients is not None:
+            if strategy.gradients is not None:
                 module.set_force_sum_reduction_for_comms(True)  # FSDP divides, by the factor that the user chose
 
     @property
@@ -107,6 +109,7 @@ class ShardCompression(Attachment):
     def detach(self) -> None:
         """Go on with FSDP's own dense collectives. Calling it again does nothing."""
         self.is_detached = True
+        SHARDED.release(self)
         self._shards.close()
         if self._comm is not None:
             self._comm.close()
@@ -115,12 +118,10 @@ class ShardCompression(Attachment):
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
-        if self.is_detached:
-            return args, kwargs
         if self._own_gradients is None:
             self._shards.connect_replica()
             rank = self._comm.rank if self._comm else 0  # FSDP of a single worker calls no collective
-            self._own_gradients = OwnGradients(self._nonfinite, rank, self._named, self._shards)
+            self._own_gradients = OwnGradients(self._nonfinite, rank, self.parameters, self._shards)
         self._own_gradients.culprit, self._culprit = self._culprit, None
         return self._own_gradients.guard(optimizer, args, kwargs)
 
@@ -266,7 +267,7 @@ class Shards(Strategy[ShardCompression]):
 
     Raises:
         ValueError: a codec does not suit, or a value out of range. When it is attached: no part of the model is under
-            `fully_shard`.
+            `fully_shard`, or another `Shards` is attached to it.
 
     Source: Wang et al. 2023, ZeRO++, arXiv 2306.10209; Markov et al. 2023, QSDP, arXiv 2302.02390.
 
