@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from socket import AF_INET
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from helpers.command import started, thinwire
 from helpers.program import Program, wait_until, workers_of
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, addresses
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.run.interrupt import Interrupted
 from thinwire.lab.train.start import connect, elastic_tasks, launch
@@ -227,14 +228,22 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, mon
         dist.destroy_process_group()
 
 
+@pytest.mark.parametrize("own", ["127.0.1.1", "10.0.0.1"])  # what the machine's own name stands for, as Debian has it
 @pytest.mark.parametrize("one_node", [True, False])
-def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monkeypatch):
+def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, own, monkeypatch):
+    """Others take what reaches worker 0, where Gloo would take the loopback."""
+    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "this")
+    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "wlan0")])
+    monkeypatch.setattr(addresses, "own_address", lambda meeting: (AF_INET, own if meeting == "this" else "10.0.0.1"))
+    of = {"lo": (AF_INET, "127.0.0.1"), "eth0": (AF_INET, "10.0.0.7"), "wlan0": (AF_INET, "10.0.0.1")}
+    monkeypatch.setattr(addresses, "_interface_address", of.get)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     connect.choose_interface(None, one_node)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     connect.choose_interface(None, one_node)
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == ("lo" if one_node else None)
+    expected = "lo" if one_node else "wlan0" if own == "127.0.1.1" else None
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has MPI")

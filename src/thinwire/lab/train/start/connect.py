@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
-from ....comm.addresses import address_text, own_address
+from ....comm.addresses import address_text, own_address, reaching_interface
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.store import connected_store, gathering, listening_store
@@ -262,7 +262,9 @@ def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
 
 
 def choose_interface(name: str | None, one_node: bool) -> None:
-    """Set the network interface of Gloo and NCCL; the default is the loopback if all workers are on one node.
+    """Set the network interface of Gloo and NCCL.
+
+    By default Gloo takes the loopback if all workers are on one node, and never where they are not.
 
     Raises:
         ValueError: there is no such interface.
@@ -272,11 +274,13 @@ def choose_interface(name: str | None, one_node: bool) -> None:
         name is None or name in known,
         f"{socket.gethostname()} has no network interface {name!r}; choose --interface among {', '.join(known)}",
     )
-    loopback = next((known for known in known if known in ("lo", "lo0")), None)
     if name is not None:
         os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
-    elif one_node and loopback is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the host's own name need not resolve
+    elif "GLOO_SOCKET_IFNAME" not in os.environ:
+        loopback = next((known for known in known if known in ("lo", "lo0")), None)
+        chosen = loopback if one_node else reaching_interface()  # the host's own name need not resolve
+        if chosen is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = chosen
 
 
 def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
