@@ -200,8 +200,11 @@ def joined(
         transport: see `comm.transport.connect`.
         timeout_seconds: how long the others may be silent.
     """
+    from ..train.start.connect import choose_interface
+
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     store, limit = store or meeting(), timedelta(seconds=timeout_seconds)
+    choose_interface(None, one_node=False)
     dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=limit)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:

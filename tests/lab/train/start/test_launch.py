@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,9 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -227,8 +230,27 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, mon
         dist.destroy_process_group()
 
 
+def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch):
+    """By itself it takes the address of the machine's own name, which is often the loopback."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setenv("MASTER_ADDR", "10.7.0.2")
+    addresses = {"lo": ["127.0.0.1"], "eth3": ["fe80::1", "10.7.1.2"]}
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {n: [Mock(address=a) for a in of] for n, of in addresses.items()}
+    )
+    for answers, chosen in (
+        (["10.7.1.2", "10.7.1.2"], "eth3"),
+        (["10.7.1.2", "10.7.1.9"], None),  # another address of the same interface
+        (["127.0.0.1"], None),
+    ):
+        monkeypatch.setattr(connect, "own_address", lambda left=answers: (socket.AF_INET, left.pop(0)))
+        connect.choose_interface(None, one_node=False)
+        assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == chosen
+
+
 @pytest.mark.parametrize("one_node", [True, False])
 def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     connect.choose_interface(None, one_node)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"

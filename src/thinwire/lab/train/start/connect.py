@@ -262,7 +262,9 @@ def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
 
 
 def choose_interface(name: str | None, one_node: bool) -> None:
-    """Set the network interface of Gloo and NCCL; the default is the loopback if all workers are on one node.
+    """Set the network interface of Gloo and NCCL.
+
+    The default is the loopback if all workers are on one node; else, for Gloo, the one that reaches MASTER_ADDR.
 
     Raises:
         ValueError: there is no such interface.
@@ -277,6 +279,23 @@ def choose_interface(name: str | None, one_node: bool) -> None:
         os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
     elif one_node and loopback is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)  # the host's own name need not resolve
+    elif "MASTER_ADDR" in os.environ and "GLOO_SOCKET_IFNAME" not in os.environ:
+        _name_interface()
+
+
+def _name_interface() -> None:
+    """Let Gloo take the interface that reaches the place where workers meet.
+
+    By itself it takes the address that the machine's own name stands for, which is often the loopback.
+    """
+    import psutil
+
+    address = own_address()[1]
+    having = [name for name, found in psutil.net_if_addrs().items() if address in (each.address for each in found)]
+    if having and not ipaddress.ip_address(address).is_loopback:
+        os.environ["GLOO_SOCKET_IFNAME"] = having[0]
+        if own_address()[1] != address:  # the interface has several, and its name would stand for another one
+            del os.environ["GLOO_SOCKET_IFNAME"]
 
 
 def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
