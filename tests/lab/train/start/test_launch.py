@@ -152,6 +152,25 @@ def test_who_failed_first_is_blamed_and_else_who_is_silent():
         assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
 
 
+def test_a_worker_that_ended_because_another_was_cut_off_is_not_blamed():
+    """Rank 1 looks after rank 2 has ended; it blamed both."""
+    store, lost = dist.HashStore(), CommunicationError("all_reduce failed")
+    cut_off = "no sign of life for 0.2 seconds from worker 0: killed, stopped or cut off"
+    with Presence(store, 1, 3, beat_seconds=0.05) as own:
+        with Presence(store, 2, 3, beat_seconds=0.05) as other:
+            assert str(other.explained(lost)) == f"all_reduce failed; {cut_off}"
+        assert str(own.explained(lost)) == f"all_reduce failed; {cut_off}"
+        with Presence(store, 0, 3, beat_seconds=0.05):  # it is back, and 2 is not
+            assert str(own.explained(lost)) == f"all_reduce failed; worker 2 ended first: {cut_off}"
+
+
+def test_rank_0_keeps_the_store_until_others_have_looked():
+    store, lost, began = dist.HashStore(), CommunicationError("all_reduce failed"), time.monotonic()
+    with Presence(store, 0, 2, beat_seconds=0.05) as own, Presence(store, 1, 2, beat_seconds=0.05):
+        assert own.explained(lost) is lost
+    assert time.monotonic() - began > 2 * 4 * 0.05
+
+
 def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypatch):
     """It waited for the store for many minutes."""
     own, mended = Presence(dist.HashStore(), 0, 2, beat_seconds=0.01), threading.Event()
@@ -173,7 +192,7 @@ def test_errors_reach_the_other_workers_through_the_store():
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
         raise MemoryError("no room")
     with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
-        with connect.blaming(Presence(store, 0, 2)):
+        with connect.blaming(Presence(store, 0, 2, beat_seconds=0.05)):
             raise CommunicationError("lost")
 
 
