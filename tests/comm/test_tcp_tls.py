@@ -23,12 +23,13 @@ from helpers.spawn import retire, spawn
 
 from thinwire.comm import Credentials
 from thinwire.comm.addresses import own_address
-from thinwire.comm.tcp import TcpCommunicator
+from thinwire.comm.sockets import dial_small
+from thinwire.comm.tcp import TcpCommunicator, connections
 from thinwire.comm.tcp.channel import TcpChannel
 from thinwire.comm.tcp.connections import Place
 from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, introduce
-from thinwire.comm.tls import keys
+from thinwire.comm.tls import keys, relay
 from thinwire.testing import check_communicator
 
 _engine = pytest.importorskip("thinwire.comm.tcp._engine")
@@ -137,10 +138,14 @@ def every_line(change: Callable[[bytes], bytes] = bytes):
         return CONNECT(lines[address].address, *args, **kwargs)
 
     socket.create_connection = over_a_line
+    for module in (connections, relay):
+        module.dial_small = lambda host, port, seconds: over_a_line((host, port), seconds)
     try:
         yield lines.values()
     finally:
         socket.create_connection = CONNECT
+        for module in (connections, relay):
+            module.dial_small = dial_small
         for line in lines.values():
             line.close()
 

@@ -7,6 +7,7 @@ import time
 
 import torch
 
+from thinwire.comm.sockets import SMALL_PACKET
 from thinwire.testing import check_communicator
 
 from .spawn import retire
@@ -29,4 +30,7 @@ def loses_all_connections(comm, numel: int) -> tuple[bool, int]:
         assert torch.equal(received, sent - comm.rank + left), round
         received.zero_()
     check_communicator(lambda operation: operation(comm))
+    if comm.rank == 1:  # larger packets may have been lost on the way, so new connections send small ones
+        segments = [connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG) for connection in connections()]
+        assert segments and max(segments) < SMALL_PACKET == comm.packet_bytes, segments
     return True, comm.counts(right).resent

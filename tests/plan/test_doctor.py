@@ -122,6 +122,12 @@ def test_a_bad_line_is_named(name):
     assert len(found) == 1 and what in found[0].what and remedy in found[0].remedy
 
 
+def test_slow_lines_are_named_where_all_are_slow():
+    found = findings(HOSTS, lines(bytes_per_second=square(8000.0, [])))
+    assert ["sends less than 1 Mb/s", "receives less than 1 Mb/s"] == [f.what for f in found]
+    assert {f.ranks for f in found} == {(0, 1, 2)} and all("fewer bytes" in f.remedy for f in found)
+
+
 def test_two_clocks_that_differ_are_one_finding():
     ahead = Lines.of_rates([[0, MB], [MB, 0]])
     ahead = replace(ahead, clock_seconds=((0.0, 5.0), (-5.0, 0.0)))

@@ -8,8 +8,6 @@ import os
 import socket
 import struct
 
-_ELSEWHERE = "192.0.2.1"  # no host has it (RFC 5737); the default route leads there
-
 
 def parse_address(text: str) -> tuple[str, int]:
     """Read HOST:PORT; an IPv6 address stands in brackets.
@@ -82,22 +80,6 @@ def own_address(interface: str | None = None, meeting: str | None = None) -> tup
             probe.connect(address)  # sends nothing
             return family, probe.getsockname()[0]
     return socket.AF_INET, "127.0.0.1"
-
-
-def reaching_interface() -> str | None:
-    """The network interface that reaches other hosts, where Gloo would take the loopback.
-
-    Gloo takes the address of the machine's own name. On Debian that is 127.0.1.1, which other hosts cannot reach.
-
-    Returns:
-        None where the own name stands for another address than the loopback, and where no interface is found.
-    """
-    own, *others = (own_address(meeting=host)[1] for host in (socket.gethostname(), None, _ELSEWHERE))
-    if not ipaddress.ip_address(own).is_loopback:
-        return None
-    reaching = [address for address in others if not ipaddress.ip_address(address).is_loopback]
-    found = (name for _, name in socket.if_nameindex() if (socket.AF_INET, *reaching[:1]) == _interface_address(name))
-    return next(found, None)
 
 
 def _interface_address(interface: str) -> tuple[socket.AddressFamily, str] | None:

@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
 LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
+SMALL_PACKET, HEADERS = 1280, 60  # bytes; all paths that carry IPv6 carry such packets
 Caller = TypeVar("Caller")
 
 
@@ -48,6 +49,28 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
             raise ConnectionResetError("end of the connection")
         read += part
     return bytes(read)
+
+
+def dial_small(host: str, port: int, seconds: float) -> socket.socket:
+    """Connect as `socket.create_connection`, with packets of at most `SMALL_PACKET` bytes in both directions.
+
+    On some paths, such as through a badly configured tunnel or firewall, larger ones are lost, and no router says so.
+
+    Raises:
+        OSError: nobody answers.
+    """
+    failed = OSError(f"{host} has no address")
+    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connection = socket.socket(family, kind, protocol)
+        try:
+            connection.settimeout(seconds)
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_PACKET - HEADERS)
+            connection.connect(address)
+            return connection
+        except OSError as error:
+            connection.close()
+            failed = error
+    raise failed
 
 
 def callers(

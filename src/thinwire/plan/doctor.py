@@ -20,6 +20,7 @@ from .lines import Lines
 CONNECTIONS = 65  # to one peer, at most
 OTHER_FILES = 256  # of Python, data loaders and results
 SLOW = 2.0  # times slower than the others
+SLOW_RATE = 125_000.0  # bytes a second: a line on which most methods take minutes for a step
 LOSS = 0.01  # on a short line; more than what a sender's own bursts lose
 LONG_LOSS = 0.001
 CLOCK_SECONDS = 1.0
@@ -172,8 +173,8 @@ def limits(lines: Lines, num_bytes: float) -> list[Limit]:
         Limit(
             "--timeout",
             timeout,
-            f"{SLACK:g} dense all-reduces of {dense:.3g} s on the slowest line, and {TRIPS} round trips of "
-            f"{1e3 * longest:.3g} ms; a cut of the line may last as long",
+            f"{SLACK:g} dense all-reduces of {rounded(dense)} s on the slowest line, and {TRIPS} round trips of "
+            f"{rounded(1e3 * longest)} ms; a cut of the line may last as long",
         ),
         Limit("a step, before it counts as stuck", SLACK * dense + longest, f"{SLACK:g} times the longest exchange"),
         Limit("joining an elastic run", max(120.0, 2 * timeout), "twice --timeout, at least 120 s"),
@@ -276,6 +277,8 @@ def _slow_lines(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
         if own * SLOW < usual:
             what = f"{verb} {megabits(own)}, and the others {megabits(usual)}"
             yield what, "find what else uses its line, or choose a method with fewer bytes (thinwire plan)"
+        elif own < SLOW_RATE:
+            yield f"{verb} less than {megabits(SLOW_RATE)}", "choose a method with fewer bytes (thinwire plan)"
 
 
 def _losses(hosts: Sequence[Host], lines: Lines, rank: int) -> Found:
@@ -335,4 +338,14 @@ def megabits(bytes_per_second: float) -> str:
         >>> megabits(1.2345e9)
         '9,880 Mb/s'
     """
-    return f"{float(f'{8 * bytes_per_second / 1e6:.3g}'):,.10g} Mb/s"
+    return f"{rounded(8 * bytes_per_second / 1e6)} Mb/s"
+
+
+def rounded(value: float) -> str:
+    """Three digits of a number, for people.
+
+    Example:
+        >>> rounded(55_812.3), rounded(3.0)
+        ('55,800', '3')
+    """
+    return f"{float(f'{value:.3g}'):,.10g}"

@@ -195,6 +195,11 @@ class TcpCommunicator(Communicator):
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
         return self._engine.counts(peer)
 
+    @property
+    def packet_bytes(self) -> int:
+        """The most that packets have which this worker sends, since it has lost connections; 0 for what the system chooses."""
+        return self._connections.packet_bytes
+
     # ---- operations beyond the contract ----
 
     def reduce(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> Handle:

@@ -8,6 +8,7 @@ would be faster. Lost ones are replaced until the time limit:
 
     refused      nobody listens there any more: the peer is dead, and that is an error at once
     unreachable  the line may be cut, and may come back: try again, later each time
+    silent       large packets may be lost on the way: new connections send small ones (`sockets.dial_small`)
 
 A worker whose peer should connect, but has no connection left with it, tries too: so it learns at once if the peer is dead. If
 it cannot dial that peer, it goes by the end of the connections: if the peer's system has closed all of them, and the peer makes
@@ -27,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
 from ..notice import said_if_late
-from ..sockets import FULL, callers, end, oldest_of_busiest
+from ..sockets import FULL, SMALL_PACKET, callers, dial_small, end, oldest_of_busiest
 from ..tls import relay
 from ..tls.connections import Refused
 from .handshake import greet, introduce, proof
@@ -142,6 +143,8 @@ class Connections:
         self._attendances: list[relay.Attendance] = []
         self._mending: set[int] = set()
         self._lost: set[int] = set()
+        self._small: set[int] = set()  # peers with which it has lost a connection
+        self._said: set[int] = set()  # of these, and has made a new one
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
@@ -198,6 +201,11 @@ class Connections:
                 return relay.own_address_at(relay_address, seconds)
         except OSError as error:
             raise CommunicationError(f"rank {self._rank}: {error}") from error
+
+    @property
+    def packet_bytes(self) -> int:
+        """The most that a packet of a new connection may have, because others were lost; 0 for what the system chooses."""
+        return SMALL_PACKET if self._small else 0
 
     def close(self) -> None:
         """Make no more connections; those that there are belong to the engine, which is closed before."""
@@ -291,7 +299,7 @@ class Connections:
 
     def _watch(self) -> None:
         """Do what the engine asks for, until it has ended."""
-        from ._engine import ENDED, FAILED, GONE, WANT
+        from ._engine import ENDED, FAILED, GONE, LOST, WANT
 
         while not self._closed.is_set():
             if self.identity and self.identity.refresh():
@@ -305,6 +313,8 @@ class Connections:
                     continue
                 if what == WANT and self._connects(peer):
                     self._wanted[peer] = max(self._wanted[peer], number)
+                if what in (LOST, ENDED):
+                    self._small.add(peer)
                 if self._connects(peer) or (what != WANT and number == 0 and self._reaches(peer)):
                     self._mend_soon(peer)
                 elif what == ENDED and number == 0 and not self._is_relayed(peer):
@@ -340,6 +350,13 @@ class Connections:
             error = self._connect_several(peer, missing)
             if error is None:
                 until, pause = time.monotonic() + self._timeout, FIRST_PAUSE
+                if peer in self._small - self._said:
+                    self._said.add(peer)
+                    log.warning(
+                        "rank %d lost a connection with rank %d, and made a new one, with packets of at most %d bytes: larger "
+                        "ones may be lost on the way",
+                        *(self._rank, peer, SMALL_PACKET),
+                    )
             elif isinstance(error, ConnectionRefusedError) or error.errno in FULL or time.monotonic() > until:
                 self._give_up(peer, error)
             else:
@@ -382,7 +399,10 @@ class Connections:
 
     def _dial(self, peer: int) -> socket.socket:
         if not self._is_relayed(peer):
-            return socket.create_connection(self._contacts[peer][:2], CONNECT_SECONDS)
+            host, port = self._contacts[peer][:2]
+            if peer in self._small:
+                return dial_small(host, port, CONNECT_SECONDS)
+            return socket.create_connection((host, port), CONNECT_SECONDS)
         at, token = self._at_relay(peer)
         return relay.connect(at, token, CONNECT_SECONDS, HANDSHAKE_SECONDS, f"rank {peer}")
 
@@ -399,6 +419,8 @@ class Connections:
             finally:
                 connection.close()
         except OSError as error:
+            if isinstance(error, TimeoutError):  # the packets of a handshake with certificates are large
+                self._small.add(peer)
             errors.append(error)
             return
         if self._wanted[peer] == NEAR_CONNECTIONS and self._engine.counts(peer).round_trip_seconds > FAR_SECONDS:

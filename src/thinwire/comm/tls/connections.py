@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from ..addresses import address_text
-from ..sockets import LOOK_SECONDS, be_patient, callers, end, oldest_of_busiest, read_exactly
+from ..sockets import LOOK_SECONDS, be_patient, callers, dial_small, end, oldest_of_busiest, read_exactly
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -324,7 +324,7 @@ def speaks_tls(host: str, port: int, seconds: float) -> bool:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with socket.create_connection((host, port), seconds) as raw, context.wrap_socket(raw):
+        with dial_small(host, port, seconds) as raw, context.wrap_socket(raw):
             return True
     except OSError:
         return False

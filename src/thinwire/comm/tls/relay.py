@@ -26,7 +26,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ..addresses import address_text, parse_address
-from ..sockets import be_patient, end, read_exactly
+from ..sockets import be_patient, dial_small, end, read_exactly
 
 MAGIC = b"thinwire"
 HELLO = struct.Struct("<8sc32s")
@@ -210,7 +210,7 @@ def reach(relay: tuple[str, int], want: bytes, token: bytes, seconds: float) -> 
         OSError: the relay cannot be reached. This says nothing about the other worker, so it is not a refusal.
     """
     try:
-        connection = socket.create_connection(relay, seconds)
+        connection = dial_small(*relay, seconds)
     except OSError as error:
         raise ConnectionError(f"the relay at {address_text(*relay)}: {error.strerror or error}") from error
     be_patient(connection, SILENT_SECONDS)
@@ -344,7 +344,7 @@ def dial(host: str, port: int, seconds: float) -> socket.socket:
     """
     at = relay_of(host)
     if at is None:
-        return socket.create_connection((host, port), seconds)
+        return dial_small(host, port, seconds)
     return connect(at, token_at(host, port), seconds, seconds, "the other worker")
 
 

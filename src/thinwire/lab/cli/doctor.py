@@ -96,9 +96,12 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
 
     Descriptions go through the store of the rendezvous, so that they are known where the workers cannot connect.
     """
+    import torch
+
     from ...comm.tcp import TcpCommunicator
     from ...plan import Effort, measure_lines
     from ...plan.doctor import Host
+    from ...plan.measure import FIRST_BYTES
     from ..bench.host import this_host
     from ..bench.step import joined, meeting
 
@@ -110,9 +113,13 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
         with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
             if rank == 0 and comm.size > 1:
                 print(f"The measurement {effort.announced(comm.size)}.", flush=True)
+            # Where large packets are lost on the way, connections are lost now, and not while lines are measured.
+            comm.all_gather(torch.zeros(FIRST_BYTES, dtype=torch.uint8)).wait()
             lines = measure_lines(comm, effort) if comm.size > 1 else None
             # The load is from before: the measurement itself keeps cores busy.
             now = replace(this_host(True), load=hosts[rank].load, speeds=hosts[rank].speeds)  # with its connections
+            if isinstance(comm, TcpCommunicator) and comm.packet_bytes:
+                now = replace(now, path_mtu=comm.packet_bytes)
             hosts = [Host.of(plain) for plain in comm.gather_objects(asdict(now))]
             transport = "tcp" if isinstance(comm, TcpCommunicator) else "gloo"
             connections = max(comm.gather_objects(_connections(comm)))
@@ -171,6 +178,8 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
 
 def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     """Print everything, and write the file."""
+    from ...plan.doctor import rounded
+
     if asked.json is not None:
         asked.json.write_text(json.dumps(asdict(found), indent=1) + "\n")
     _print_hosts(found.hosts, of_whom)
@@ -181,7 +190,7 @@ def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
         print(f"  transport         --transport {found.transport}, {connections}")
         print(f"  method            {found.method}")
         for limit in found.limits:
-            print(f"  {limit.name}: {limit.seconds:.3g} s ({limit.why})")
+            print(f"  {limit.name}: {rounded(limit.seconds)} s ({limit.why})")
     print("What is wrong" if found.findings else "Nothing is wrong.")
     for finding in found.findings:
         print(f"  {_named(finding.ranks, found.hosts)}: {finding.what}. Remedy: {finding.remedy}")

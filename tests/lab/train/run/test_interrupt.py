@@ -23,6 +23,7 @@ from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
+from thinwire.lab.train.run import interrupt
 from thinwire.lab.train.run.interrupt import Interruption, requeue
 from thinwire.lab.train.signals import SIGNALS
 from thinwire.lab.train.start import watch
@@ -123,7 +124,7 @@ def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, r
         bound.close()
     assert code == Interrupted(number, None).exit_code
     assert time.monotonic() - began < watch.STOP_SECONDS / 2
-    assert said.endswith(f"thinwire: stopped by {signal.Signals(number).name}, before it began\n"), said
+    assert said.endswith(f"thinwire: stopped by {signal.Signals(number).name}, without a checkpoint\n"), said
 
 
 @pytest.fixture
@@ -182,6 +183,21 @@ def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(number, whom, code,
     assert json.loads((checkpoint / "checkpoint.json").read_text())["step"] == step
     assert all((checkpoint / f"worker-{rank}.pt").exists() for rank in range(2))
     assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+
+
+@linux
+def test_a_signal_ends_a_worker_that_waits_long_for_others_after_some_steps(monkeypatch, caplog):
+    monkeypatch.setattr(interrupt, "NOTICE_SECONDS", 0.1)
+    ended = threading.Event()
+    with Interruption(lambda number: ended.set()) as interruption:
+        with interruption.waiting():  # for the first round
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended.wait(0.5)  # it trains, and stops after its step
+        with interruption.waiting():
+            assert not ended.is_set()
+            assert ended.wait(60)
+    assert "what was trained after the last checkpoint is lost" in caplog.text
 
 
 @linux

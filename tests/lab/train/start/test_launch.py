@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,15 +14,16 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
-from socket import AF_INET
+from unittest.mock import Mock
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.command import started, thinwire
 from helpers.program import Program, wait_until, workers_of
 
-from thinwire.comm import CommunicationError, addresses
+from thinwire.comm import CommunicationError
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.run.interrupt import Interrupted
 from thinwire.lab.train.start import connect, elastic_tasks, launch
@@ -150,6 +152,25 @@ def test_who_failed_first_is_blamed_and_else_who_is_silent():
         assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
 
 
+def test_a_worker_that_ended_because_another_was_cut_off_is_not_blamed():
+    """Rank 1 looks after rank 2 has ended; it blamed both."""
+    store, lost = dist.HashStore(), CommunicationError("all_reduce failed")
+    cut_off = "no sign of life for 0.2 seconds from worker 0: killed, stopped or cut off"
+    with Presence(store, 1, 3, beat_seconds=0.05) as own:
+        with Presence(store, 2, 3, beat_seconds=0.05) as other:
+            assert str(other.explained(lost)) == f"all_reduce failed; {cut_off}"
+        assert str(own.explained(lost)) == f"all_reduce failed; {cut_off}"
+        with Presence(store, 0, 3, beat_seconds=0.05):  # it is back, and 2 is not
+            assert str(own.explained(lost)) == f"all_reduce failed; worker 2 ended first: {cut_off}"
+
+
+def test_rank_0_keeps_the_store_until_others_have_looked():
+    store, lost, began = dist.HashStore(), CommunicationError("all_reduce failed"), time.monotonic()
+    with Presence(store, 0, 2, beat_seconds=0.05) as own, Presence(store, 1, 2, beat_seconds=0.05):
+        assert own.explained(lost) is lost
+    assert time.monotonic() - began > 2 * 4 * 0.05
+
+
 def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypatch):
     """It waited for the store for many minutes."""
     own, mended = Presence(dist.HashStore(), 0, 2, beat_seconds=0.01), threading.Event()
@@ -171,7 +192,7 @@ def test_errors_reach_the_other_workers_through_the_store():
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
         raise MemoryError("no room")
     with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
-        with connect.blaming(Presence(store, 0, 2)):
+        with connect.blaming(Presence(store, 0, 2, beat_seconds=0.05)):
             raise CommunicationError("lost")
 
 
@@ -228,22 +249,34 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, mon
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("own", ["127.0.1.1", "10.0.0.1"])  # what the machine's own name stands for, as Debian has it
+def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch):
+    """By itself it takes the address of the machine's own name, which is often the loopback."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    addresses = {"lo": ["127.0.0.1"], "eth3": ["10.7.1.2", "10.7.1.9", "fe80::1"], "eth4": ["2001:db8::7"]}
+    monkeypatch.setattr(
+        psutil, "net_if_addrs", lambda: {n: [Mock(address=a) for a in of] for n, of in addresses.items()}
+    )
+    for own, chosen in (
+        ({None: "10.7.1.2"}, "eth3"),
+        ({None: "2001:db8::7"}, "eth4"),
+        ({None: "10.7.1.9"}, None),  # another address of an interface, whose name stands for the first one
+        ({None: "127.0.1.1", connect.ELSEWHERE: "10.7.1.2"}, "eth3"),  # worker 0, whose own name is the loopback
+        ({None: "127.0.1.1", connect.ELSEWHERE: "127.0.0.1"}, None),
+    ):
+        monkeypatch.setattr(connect, "own_address", lambda meeting, own=own: (socket.AF_INET, own[meeting]))
+        connect.choose_interface(None, one_node=False)
+        assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == chosen
+
+
 @pytest.mark.parametrize("one_node", [True, False])
-def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, own, monkeypatch):
-    """Others take what reaches worker 0, where Gloo would take the loopback."""
-    monkeypatch.setattr(addresses.socket, "gethostname", lambda: "this")
-    monkeypatch.setattr(addresses.socket, "if_nameindex", lambda: [(1, "lo"), (2, "eth0"), (3, "wlan0")])
-    monkeypatch.setattr(addresses, "own_address", lambda meeting: (AF_INET, own if meeting == "this" else "10.0.0.1"))
-    of = {"lo": (AF_INET, "127.0.0.1"), "eth0": (AF_INET, "10.0.0.7"), "wlan0": (AF_INET, "10.0.0.1")}
-    monkeypatch.setattr(addresses, "_interface_address", of.get)
+def test_only_workers_of_one_node_take_the_loopback_by_themselves(one_node, monkeypatch):
+    monkeypatch.setattr(connect, "_reaching_interface", lambda: None)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
     connect.choose_interface(None, one_node)
     assert os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")
     connect.choose_interface(None, one_node)
-    expected = "lo" if one_node else "wlan0" if own == "127.0.1.1" else None
-    assert os.environ.get("GLOO_SOCKET_IFNAME") == expected
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == ("lo" if one_node else None)
 
 
 @pytest.mark.skipif(dist.is_mpi_available(), reason="this PyTorch has MPI")

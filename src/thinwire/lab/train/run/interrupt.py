@@ -6,19 +6,28 @@ worker waits for the sum, and all stop one step after the signal.
 
 from __future__ import annotations
 
+import logging
+import math
 import os
+import select
 import signal
 import subprocess
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 from ....comm import Communicator, Handle
+from ....comm.notice import NOTICE_SECONDS
 from ..signals import SIGNALS
 
+log = logging.getLogger("thinwire")
+
+LOOK_SECONDS = 0.2  # after a signal, between two looks at whether this worker waits
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: not finished, run again
 
 
@@ -27,7 +36,7 @@ class Interrupted(Exception):
 
     Args:
         signal: number of the signal.
-        checkpoint: folder of the checkpoint; None if the run had not begun, so that there is nothing to save.
+        checkpoint: folder of the last checkpoint; None if there is none, as before the run has begun.
     """
 
     def __init__(self, signal: int, checkpoint: Path | None):
@@ -36,7 +45,7 @@ class Interrupted(Exception):
         self.checkpoint = checkpoint
 
     def __str__(self) -> str:
-        saved = "before it began" if self.checkpoint is None else f"saved in {self.checkpoint}"
+        saved = "without a checkpoint" if self.checkpoint is None else f"saved in {self.checkpoint}"
         return f"stopped by {signal.Signals(self.signal).name}, {saved}"
 
     @property
@@ -49,11 +58,12 @@ class Interruption:
     """Handles SIGINT, SIGTERM and SIGUSR1 and unblocks them. Use it in the main thread.
 
     Args:
-        end: called in another thread with a signal that comes before `has_begun`. It ends the process, whose main thread may
-            wait for other workers in C++ or Rust. None: such a signal waits for the first step.
+        end: called in another thread with a signal that comes while the main thread waits for other workers, before the run
+            has begun or for long. It ends the process, because that thread may wait in C++ or Rust. None: such a signal
+            waits for the next step.
 
     Attributes:
-        has_begun: whether the run has begun, so that there may be something to save.
+        waits_since: when the main thread began to wait for other workers; None while it trains.
         received: the first signal; 0 for none.
 
     Example:
@@ -66,7 +76,8 @@ class Interruption:
     """
 
     def __init__(self, end: Callable[[int], object] | None = None):
-        self.received, self.has_begun = 0, False
+        self.received = 0
+        self.waits_since: float | None = -math.inf
         self._vote: Handle | None = None
         self._end = end
 
@@ -90,13 +101,27 @@ class Interruption:
             os.close(self._writes)  # ends the thread
 
     def _listen(self, reads: int, end: Callable[[int], object]) -> None:
-        while number := os.read(reads, 1):
-            if not self.has_begun and number[0] in SIGNALS:
-                end(number[0])
+        first = 0
+        while not select.select([reads], [], [], LOOK_SECONDS if first else None)[0] or (number := os.read(reads, 1)):
+            first = first or (number[0] if number[0] in SIGNALS else 0)
+            since = self.waits_since
+            if first and since is not None and time.monotonic() - since > NOTICE_SECONDS:
+                if since > -math.inf and os.environ.get("LOCAL_RANK", "0") == "0":
+                    log.warning(
+                        "stopped while it waited for other workers; what was trained after the last checkpoint is lost"
+                    )
+                end(first)
         os.close(reads)
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         self.received = self.received or number
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context in which the main thread may wait for other workers."""
+        self.waits_since = self.waits_since or time.monotonic()
+        yield
+        self.waits_since = None
 
     def requested(self, comm: Communicator, at_once: bool = False) -> int:
         """The signal that any worker had received by its previous call, or 0; the same on all workers.

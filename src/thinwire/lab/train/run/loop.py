@@ -181,8 +181,8 @@ class _Worker:
         """Take all steps; returns the signal that stopped the run, or 0."""
         state, stop, is_complete = self.state, 0, False
         while not (stop or is_complete):
-            are_new = self.workers.begin_round(self.strategy)
-            interruption.has_begun = True
+            with interruption.waiting():
+                are_new = self.workers.begin_round(self.strategy)
             if are_new:
                 self._report_damage()
                 self._split()

@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from ....algorithm import require
 from ....comm import CommunicationError, Communicator, Credentials
-from ....comm.addresses import address_text, own_address, reaching_interface
+from ....comm.addresses import address_text, own_address
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.store import connected_store, gathering, listening_store
@@ -36,6 +36,7 @@ log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
+ELSEWHERE = "192.0.2.1"  # no host has it (RFC 5737); the default route leads there
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each of its addresses, and between two
 
 
@@ -264,7 +265,7 @@ def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:
 def choose_interface(name: str | None, one_node: bool) -> None:
     """Set the network interface of Gloo and NCCL.
 
-    By default Gloo takes the loopback if all workers are on one node, and never where they are not.
+    By default, these are the loopback if all workers are on one node; else, for Gloo, the one that reaches MASTER_ADDR.
 
     Raises:
         ValueError: there is no such interface.
@@ -278,9 +279,23 @@ def choose_interface(name: str | None, one_node: bool) -> None:
         os.environ.update(GLOO_SOCKET_IFNAME=name, NCCL_SOCKET_IFNAME=name)
     elif "GLOO_SOCKET_IFNAME" not in os.environ:
         loopback = next((known for known in known if known in ("lo", "lo0")), None)
-        chosen = loopback if one_node else reaching_interface()  # the host's own name need not resolve
+        chosen = loopback if one_node else _reaching_interface()
         if chosen is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = chosen
+
+
+def _reaching_interface() -> str | None:
+    """The network interface that reaches the place where workers meet, else the one of the default route.
+
+    By itself Gloo takes the address that the machine's own name stands for, which is the loopback on Debian.
+    """
+    import psutil
+
+    found = (own_address(meeting=host)[1] for host in (None, ELSEWHERE))
+    reaching = next((address for address in found if not ipaddress.ip_address(address).is_loopback), None)
+    # By its name, Gloo takes an interface's first address.
+    first = {addresses[0].address: name for name, addresses in psutil.net_if_addrs().items()}
+    return None if reaching is None else first.get(reaching)
 
 
 def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:

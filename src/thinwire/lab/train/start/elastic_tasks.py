@@ -15,6 +15,7 @@ from ....algorithm import require
 from ....comm.addresses import own_address
 from ....comm.notice import said_if_late
 from ..config import RunConfig
+from ..folder.checkpoint import latest
 from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
@@ -57,7 +58,7 @@ def join_elastic(
         if on_start is not None and environment.rank == 0:
             on_start(folder)
         with (
-            Interruption(early_end(environment, on_stop)) as interruption,
+            Interruption(early_end(environment, on_stop, folder / "checkpoints")) as interruption,
             _lighthouse(config, environment) as address,
             communicator(config, address, environment.rank, environment.local_size) as comm,
         ):
@@ -73,11 +74,13 @@ def join_elastic(
     return folder
 
 
-def early_end(environment: Environment, on_stop: Callable[[Interrupted], None]) -> Callable[[int], None]:
-    """What ends this process after a signal that comes before the run has begun. The first worker of each machine says it."""
+def early_end(
+    environment: Environment, on_stop: Callable[[Interrupted], None], checkpoints: Path | None = None
+) -> Callable[[int], None]:
+    """What ends this process after a signal while it waits for others. The first worker of each machine says it."""
 
     def end(number: int) -> None:
-        stop = Interrupted(number, None)
+        stop = Interrupted(number, None if checkpoints is None else latest(checkpoints))
         if environment.rank == 0:
             on_stop(stop)
         elif environment.local_rank == 0:

@@ -125,7 +125,7 @@ def _join(
     try:
         end = early_end(environment, partial(_stopped, config, on_stop))
         with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
-            interruption.has_begun = True  # all have met: a signal that one gets stops all, after a step
+            interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
             folder = Path(comm.gather_objects(str(made))[0])
             try:

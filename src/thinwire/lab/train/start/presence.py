@@ -1,7 +1,8 @@
 """Names the worker that is gone or stopped, where a launcher started the workers and no process of ours watches them.
 
 Each worker counts in the store while it lives, whatever its training does. When a collective fails, a worker looks which of
-the others do not count any more, and which have reported a failure of their own.
+the others do not count any more, and which have reported a failure of their own. Then it reports what it has found, because it
+ends, and one that looks later must not blame it. Rank 0, which may hold the store, waits until others have looked.
 """
 
 from __future__ import annotations
@@ -76,6 +77,8 @@ class Presence:
         # Over a line that is cut, PyTorch's client would wait for many minutes.
         asking.join(seconds := ANSWER_BEATS * self._beat_seconds)
         if found:
+            if self._rank == 0:
+                time.sleep(SILENT_BEATS * self._beat_seconds)  # others look too
             return found[0]
         silence = f"the store has not answered for {seconds:g} seconds"
         return CommunicationError(
@@ -89,18 +92,23 @@ class Presence:
             if not any(reasons):
                 silent = self.silent()
                 reasons = self._read("failed-first")
+                ended = self._read("ended")
         except RuntimeError:
             return CommunicationError(f"{error}; the store is gone, which worker 0 or its launcher holds")
         for rank, reason in enumerate(reasons):
             if reason:
                 return CommunicationError(f"{error}; worker {rank} failed first: {reason}")
-        if not silent:
-            return error
-        seconds = SILENT_BEATS * self._beat_seconds
-        gone = ("worker " if len(silent) == 1 else "workers ") + ", ".join(map(str, silent))
-        return CommunicationError(
-            f"{error}; no sign of life for {seconds:g} seconds from {gone}: killed, stopped or cut off"
-        )
+        blame = ""
+        if silent := [rank for rank in silent if not ended[rank]]:
+            gone = ("worker " if len(silent) == 1 else "workers ") + ", ".join(map(str, silent))
+            seconds = SILENT_BEATS * self._beat_seconds
+            blame = f"no sign of life for {seconds:g} seconds from {gone}: killed, stopped or cut off"
+        elif first := [(rank, why) for rank, why in enumerate(ended) if why and rank != self._rank]:
+            rank, why = first[0]
+            blame = f"worker {rank} ended first: {why}"
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"ended/{self._rank}", blame or str(error))
+        return CommunicationError(f"{error}; {blame}") if blame else error
 
     def silent(self) -> list[int]:
         """The ranks that do not count any more; it takes some beats to find out."""

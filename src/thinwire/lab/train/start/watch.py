@@ -205,7 +205,7 @@ class Watch:
     def _check_end(self) -> None:
         code = max(worker.exitcode or 0 for worker in self.workers if worker.exitcode in ENDINGS)
         if code:
-            raise Interrupted(code - 128, latest(self.folder / "checkpoints"))  # there is none if the run had not begun
+            raise Interrupted(code - 128, latest(self.folder / "checkpoints"))
         if not (self.folder / "summary.json").exists():
             raise WorkerError(f"the run ended before its last step; what was saved is in {self.folder}")
 

@@ -60,7 +60,7 @@ def work(
     os.environ.update(environment.variables())
     store, number = None, config.first_worker + place
     try:
-        # An elastic worker may wait long for others before it begins, and has nothing to save.
+        # An elastic worker may wait long for others, and cannot save alone.
         end_early = None if lighthouse is None else lambda number: os._exit(128 + number)
         with Interruption(end_early) as interruption:
             credentials = credentials_of(config)
