@@ -89,9 +89,10 @@ def _first_attached(parameters: NamedTensors) -> tuple[str, AveragerAttachment] 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
+    arguments = args, kwargs
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (of.get(p) for of in (_STRATEGY_OF, _SHARDS_OF) for p in parameters)
     # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
-        args, kwargs = checker.before_step(optimizer, args, kwargs)
-    return args, kwargs
+        arguments = checker.before_step(optimizer, arguments)
+    return arguments
