@@ -26,6 +26,12 @@ class Stream(Protocol):
     def settimeout(self, seconds: float, /) -> None: ...
 
 
+def set_deadline(connection: Stream, deadline: float) -> None:
+    """Let what comes next on a connection end at `deadline`, of `time.monotonic`."""
+    # A timeout of 0 would make the socket non-blocking.
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
+
+
 def read_exactly(connection: Stream, size: int, deadline: float | None = None) -> bytes:
     """The next `size` bytes.
 
@@ -41,8 +47,7 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
     read = bytearray()
     while len(read) < size:
         if deadline is not None:
-            # A timeout of 0 would make the socket non-blocking.
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            set_deadline(connection, deadline)
         part = connection.recv(size - len(read))
         if not part:
             raise ConnectionResetError("end of the connection")

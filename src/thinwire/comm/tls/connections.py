@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any
 
 from ..addresses import address_text
-from ..sockets import LOOK_SECONDS, be_patient, callers, end, oldest_of_busiest, read_exactly
+from ..sockets import LOOK_SECONDS, be_patient, callers, end, oldest_of_busiest, read_exactly, set_deadline
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -302,9 +302,9 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     connection = None
     try:
         be_patient(raw, SILENT_SECONDS)
-        raw.settimeout(max(0.001, deadline - time.monotonic()))
+        set_deadline(raw, deadline)
         connection = raw if context is None else context.wrap_socket(raw)
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        set_deadline(connection, deadline)
         if connection.recv(1) != ACCEPTED:
             raise ConnectionResetError("it hung up")
         return connection
@@ -382,7 +382,7 @@ class Client:
             except IndexError:
                 connection, is_new = self._connected(seconds), True
             try:
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                set_deadline(connection, deadline)
                 send_frame(connection, *fields)
                 answer = read_frame(connection)
             except OSError:
