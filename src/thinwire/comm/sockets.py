@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
 LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
 Caller = TypeVar("Caller")
+Result = TypeVar("Result")
 
 
 class Stream(Protocol):
@@ -53,6 +54,32 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
             raise ConnectionResetError("end of the connection")
         read += part
     return bytes(read)
+
+
+def keep_trying(
+    act: Callable[[float], Result], seconds: float, pause: float, *, final: tuple[type[OSError], ...] = ()
+) -> Result:
+    """What `act` returns, which is called again while it raises an OSError: who listens may not have been started yet.
+
+    Args:
+        act: gets the seconds that are left, 0.1 or more.
+        seconds: after which no other try begins.
+        pause: seconds between two tries.
+        final: errors that another try would not mend.
+
+    Raises:
+        OSError: that of the last try.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return act(max(0.1, deadline - time.monotonic()))
+        except final:
+            raise
+        except OSError:
+            if time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
 
 
 def callers(

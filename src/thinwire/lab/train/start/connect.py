@@ -21,6 +21,7 @@ from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import address_text, own_address
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
+from ....comm.sockets import keep_trying
 from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
@@ -192,18 +193,13 @@ def _await_first(host: str, port: int) -> None:
     Raises:
         CommunicationError: it does not.
     """
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            socket.create_connection((host, port), TRY_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() + PAUSE_SECONDS > deadline:
-                raise CommunicationError(
-                    f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
-                    f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
-                ) from error
-            time.sleep(PAUSE_SECONDS)
+    try:
+        keep_trying(lambda _: socket.create_connection((host, port), TRY_SECONDS), SECONDS, PAUSE_SECONDS).close()
+    except OSError as error:
+        raise CommunicationError(
+            f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
+            f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
+        ) from error
 
 
 def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
