@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
-from ...fields import flat
+from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
 from ...files import load_json_object, write_json
 from ..config import RunConfig
 from .checkpoint import last_described
@@ -19,11 +19,10 @@ from .lock import LOCK, locked
 
 log = logging.getLogger("thinwire")
 
-FREE = [
-    *"output name suffix overwrite resume keep checkpoint_every evaluate_every log_every variance wandb mlflow".split(),
-    *"test_batch_size threads device port interface transport requeue timeout data.num_loaders".split(),
-    *"elastic min_workers lighthouse first_worker check_every credentials listen relay".split(),
-]
+FREE = {
+    *(*OF_THE_FOLDER, *OF_CONNECTIONS, "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *("test_batch_size", "threads", "device", "check_every", "data.num_loaders"),
+}
 """Fields that may change in a resumed run, because they change its result only by rounding."""
 
 SEEN_SECONDS = 60.0  # after which a network file system shows on one machine what another one has made
