@@ -36,7 +36,7 @@ from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
-from ..handle import CommunicationError, Handle
+from ..handle import CommunicationError, Handle, nothing
 from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from ..notice import START_SECONDS
 from ..process_group import Group, ProcessGroupCommunicator
@@ -318,7 +318,7 @@ class TcpCommunicator(Communicator):
     def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
-            return _nothing
+            return nothing
         return partial(self._wait, self._endpoint.begin(sends, receives))
 
     def _wait(self, operation: int) -> None:
@@ -374,7 +374,7 @@ class TcpCommunicator(Communicator):
         flat = tensor.view(-1)
         if self.size == 1 or flat.numel() == 0:
             reduction([flat], flat)
-            return _nothing
+            return nothing
         num_bytes = check.num_bytes(flat)
         is_swap = self.size == 2 and root is None and not (self.is_near and num_bytes >= SHARD_BYTES)
         pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
@@ -459,7 +459,3 @@ def _reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> 
 
 def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
     return [TaggedMessage(p, next(numbers[p]), as_bytes(tensor)) for p, tensor in tensors.items() if tensor.numel()]
-
-
-def _nothing() -> None:
-    """Wait for nothing."""
