@@ -118,7 +118,7 @@ class Communicator(Rounds, ABC):
             sizes: number of elements to receive from each worker; None if it equals the number sent to that worker.
             ranks: the workers that take part and call it; None for all. Entry p then belongs to worker `ranks[p]`.
         """
-        ranks = check.team(self, "all_to_all", ranks)
+        ranks = check.team(self, ranks)
         sizes = check.all_to_all_sizes(self, tensors, sizes, ranks)
         received = [flat_like(tensor, n) for tensor, n in zip(tensors, sizes, strict=True)]
         own = ranks.index(self.rank)
