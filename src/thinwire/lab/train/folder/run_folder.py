@@ -6,11 +6,11 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ....algorithm import require
+from ....algorithm import able_to, require
 from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
 from ...files import load_json_object, write_json
 from ..config import RunConfig
@@ -119,13 +119,8 @@ def require_shared(folder: Path) -> None:
         time.sleep(0.1)
 
 
-@contextmanager
-def _writing(config: RunConfig) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror or error}"
-        raise ValueError(f"{reason}; choose another with --output") from None
+def _writing(config: RunConfig) -> AbstractContextManager[None]:
+    return able_to(f"write to the output folder {str(config.output)!r}", "choose another with --output")
 
 
 def _claim(folder: Path, suffix: str, numbered: bool) -> Path:

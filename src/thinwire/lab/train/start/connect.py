@@ -16,7 +16,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ....algorithm import require
+from ....algorithm import able_to, require
 from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import address_text, own_address
 from ....comm.handle import reason_of
@@ -213,11 +213,8 @@ def _encrypted_store(environment: Environment, credentials: Credentials) -> dist
         os.environ["MASTER_ADDR"] = host  # `own_address` takes the interface that reaches it
     if environment.rank > 0:
         return connected_store(host, port, RENDEZVOUS, credentials)
-    try:
+    with able_to(f"listen at {host}:{port}", "choose others with MASTER_ADDR and MASTER_PORT"):
         return listening_store(host, port, RENDEZVOUS, credentials)
-    except OSError as error:
-        reason = f"cannot listen at {host}:{port}: {error.strerror or error}"
-        raise ValueError(f"{reason}; choose others with MASTER_ADDR and MASTER_PORT") from None
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
