@@ -464,11 +464,7 @@ class ElasticCommunicator(Communicator):
             self._patience.resume()  # no part of a round
             self._asker.expect(self._patience.seconds)
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _close(self) -> None:
         # It does not wait: an operation may hang until its time limit, and the connections close below.
         self._issuer.shutdown(wait=False, cancel_futures=True)
         self._asker.close()

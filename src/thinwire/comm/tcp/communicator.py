@@ -95,6 +95,7 @@ class TcpCommunicator(Communicator):
     """
 
     limit_seconds = math.inf
+    _close_seconds = math.inf
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class TcpCommunicator(Communicator):
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
-            self._close(CLOSE_SECONDS)
+            self._close_within(CLOSE_SECONDS)
             raise
         # What connecting took is no traffic of the run.
         self.ledger = Ledger(self.size)
@@ -273,23 +274,20 @@ class TcpCommunicator(Communicator):
         for peer in range(self.size):
             if peer != self.rank:
                 self._engine.lose(peer, reason)
-        self._close(0.0)
-
-    def close(self) -> None:
-        self._close(math.inf)
+        self._close_within(0.0)
 
     def __exit__(self, kind: object = None, *exception: object) -> None:
-        self._close(math.inf if kind is None else CLOSE_SECONDS)
+        self._close_within(math.inf if kind is None else CLOSE_SECONDS)
 
-    def _close(self, seconds: float) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _close_within(self, seconds: float) -> None:
+        self._close_seconds = seconds
+        self.close()
+
+    def _close(self) -> None:
         self._later.close()
         # What follows on earlier messages still needs the endpoint.
         self._later.join()
-        self._endpoint.close(seconds)
+        self._endpoint.close(self._close_seconds)
         self._tagged.close()
 
     # ---- issuing ----
