@@ -7,6 +7,7 @@ and unnamed, everything else is named.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -107,6 +108,22 @@ def require(condition: bool, message: str) -> None:
     """Raise the user's mistake as a `ValueError`."""
     if not condition:
         raise ValueError(message)
+
+
+@contextlib.contextmanager
+def able_to(do: str, remedy: str) -> Iterator[None]:
+    """Context in which an OSError is the user's mistake: a ValueError says what cannot be done, why, and the remedy.
+
+    Example:
+        >>> with able_to("write to runs", "choose another folder"):
+        ...     raise OSError(28, "No space left on device")
+        Traceback (most recent call last):
+        ValueError: cannot write to runs: No space left on device; choose another folder
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"cannot {do}: {error.strerror or error}; {remedy}") from None
 
 
 def required(value: Value | None, message: str) -> Value:

@@ -493,7 +493,7 @@ def test_topologies_that_do_not_suit(averager, message):
         (lambda: tw.Choco(RING, tw.chain(tw.TopK(0.1), tw.ALQ(bits=2))), "gossip asks neighbours only; use Mean"),
         (lambda: tw.DeepSqueeze(RING, tw.TernGrad(shared=True)), "gossip asks neighbours only; use Mean"),
         (lambda: tw.Choco(RING, tw.RandomK(0.1, shared=True)), "needs one key for all workers"),
-        (lambda: tw.Choco(step_size=0.0), "step_size must be above 0 and finite, got 0.0"),
+        (lambda: tw.Choco(step_size=0.0), "step_size must be above 0 and finite, or None, got 0.0"),
         (lambda: tw.DeepSqueeze(step_size=-1.5), "step_size must be above 0"),
         (lambda: tw.Mix(step_size=float("inf")), "step_size must be above 0"),
         (lambda: tw.PowerGossip(rank=0), "rank must be an integer, 1 or more"),

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.gradients import batch, fingerprint, make_model, optimizer_of, train
+from helpers.gradients import fingerprint, train, train_with_scaler
 from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
@@ -391,29 +391,11 @@ def test_ddp_with_many_buckets_keeps_replicas_identical(options):
 
 
 def scaler_worker(comm, poison_step):
-    torch.set_num_threads(1)
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    handle = tw.compress_gradients(ddp, tw.PowerSGD(rank=1), scaler=scaler)
-    optimizer, states, scales = optimizer_of(ddp.module), [], []
-    for step in range(5):
-        optimizer.zero_grad()
-        x, y = batch(comm.rank, step)
-        loss = nn.functional.cross_entropy(ddp(x), y)
-        if step == poison_step and comm.rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        before = fingerprint(ddp.module)
-        scaler.step(optimizer)
-        scaler.update()
-        assert (fingerprint(ddp.module) == before) == (step == poison_step)
-        states.append(leaves(handle.state_dict()[f"rank{comm.rank}"]))
-        scales.append(scaler.get_scale())
-    handle.detach()
+    states, scales, model = train_with_scaler(comm, tw.PowerSGD(rank=1), poison_step)
     for name, value in states[poison_step].items():
         assert torch.equal(value, states[poison_step - 1][name])
         assert not torch.equal(value, states[poison_step + 1][name])
-    return fingerprint(ddp.module), scales[poison_step - 1 : poison_step + 1]
+    return model, scales[poison_step - 1 : poison_step + 1]
 
 
 def test_a_loss_scaler_skips_the_step_on_every_worker():

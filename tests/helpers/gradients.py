@@ -6,6 +6,11 @@ import hashlib
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import thinwire as tw
+
+from .states import leaves
 
 
 class Net(nn.Module):
@@ -74,3 +79,31 @@ def train(model, rank, steps=6, no_sync=None, uses=both_branches, parameters=Non
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
+def train_with_scaler(comm, averager, poison_step, **options):
+    """Five steps in DDP with a loss scaler; rank 1 has an infinite loss in one of them, which no worker takes.
+
+    The scaler is one of float32, so that the same run can be had without it. Returns the state's tensors and the scale after
+    each step, and the fingerprint of the model.
+    """
+    torch.set_num_threads(1)
+    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    handle = tw.compress_gradients(ddp, averager, scaler=scaler, **options)
+    optimizer, states, scales = optimizer_of(ddp.module), [], []
+    for step in range(5):
+        optimizer.zero_grad()
+        x, y = batch(comm.rank, step)
+        loss = nn.functional.cross_entropy(ddp(x), y)
+        if step == poison_step and comm.rank == 1:
+            loss = loss * float("inf")
+        scaler.scale(loss).backward()
+        before = fingerprint(ddp.module)
+        scaler.step(optimizer)
+        scaler.update()
+        assert (fingerprint(ddp.module) == before) == (step == poison_step)
+        states.append(leaves(handle.state_dict()[f"rank{comm.rank}"]))
+        scales.append(scaler.get_scale())
+    handle.detach()
+    return states, scales, fingerprint(ddp.module)

@@ -8,7 +8,16 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.gradients import batch, both_branches, fingerprint, make_model, one_branch, optimizer_of, train
+from helpers.gradients import (
+    batch,
+    both_branches,
+    fingerprint,
+    make_model,
+    one_branch,
+    optimizer_of,
+    train,
+    train_with_scaler,
+)
 from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
@@ -113,28 +122,10 @@ def test_the_plain_hook_pair_is_the_same_hook():
 
 
 def scaler_worker(comm, poison_step):
-    """A loss scaler in float32, so that the same run can be had without one."""
-    torch.set_num_threads(1)
-    ddp = DistributedDataParallel(make_model(), bucket_cap_mb=0.002)
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
-    handle = tw.compress_gradients(ddp, SPARSE, scaler=scaler, seed=3)
-    optimizer, scales, memories = optimizer_of(ddp.module), [], []
-    for step in range(5):
-        optimizer.zero_grad()
-        x, y = batch(comm.rank, step)
-        loss = nn.functional.cross_entropy(ddp(x), y)
-        if step == poison_step and comm.rank == 1:
-            loss = loss * float("inf")
-        scaler.scale(loss).backward()
-        before = fingerprint(ddp.module)
-        scaler.step(optimizer)
-        scaler.update()
-        assert (fingerprint(ddp.module) == before) == (step == poison_step)
-        scales.append(scaler.get_scale())
-        memories.append(leaves(handle.state_dict()[f"rank{comm.rank}"]["memory"]))
-    handle.detach()
-    unchanged = all(torch.equal(memories[poison_step][k], v) for k, v in memories[poison_step - 1].items())
-    return scales, unchanged, fingerprint(ddp.module)
+    states, scales, model = train_with_scaler(comm, SPARSE, poison_step, seed=3)
+    before, after = ({k: v for k, v in s.items() if k.startswith("memory.")} for s in states[poison_step - 1 :][:2])
+    unchanged = all(torch.equal(after[k], v) for k, v in before.items())
+    return scales, unchanged, model
 
 
 def test_a_loss_scaler_skips_the_step_on_every_worker_and_memory_stays():

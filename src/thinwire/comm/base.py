@@ -118,7 +118,7 @@ class Communicator(Rounds, ABC):
             sizes: number of elements to receive from each worker; None if it equals the number sent to that worker.
             ranks: the workers that take part and call it; None for all. Entry p then belongs to worker `ranks[p]`.
         """
-        ranks = check.team(self, "all_to_all", ranks)
+        ranks = check.team(self, ranks)
         sizes = check.all_to_all_sizes(self, tensors, sizes, ranks)
         received = [flat_like(tensor, n) for tensor, n in zip(tensors, sizes, strict=True)]
         own = ranks.index(self.rank)
@@ -216,9 +216,13 @@ class Communicator(Rounds, ABC):
         """A thread in which calls that use this communicator run in order, beside the caller."""
         return Background(name)
 
-    @abstractmethod
     def close(self) -> None:
         """Close the communicator; wait for all operations before. Calling it again does nothing."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._close()
 
     def __enter__(self) -> Communicator:
         return self
@@ -227,6 +231,10 @@ class Communicator(Rounds, ABC):
         self.close()
 
     # ---- what a backend implements; a primitive starts an operation and returns a function that waits for it ----
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Called once, after the last operation was issued."""
 
     @abstractmethod
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:

@@ -81,14 +81,14 @@ def gather_sizes(comm: Communicator, value: Tensor, sizes: list[int] | None) -> 
     return sizes
 
 
-def team(comm: Communicator, operation: str, ranks: Sequence[int] | None) -> list[int]:
-    """The ranks that take part: all of them if None."""
+def team(comm: Communicator, ranks: Sequence[int] | None) -> list[int]:
+    """The ranks that take part in an `all_to_all`: all of them if None."""
     if ranks is None:
         return list(range(comm.size))
     for value in ranks:
-        rank(comm, operation, "ranks", value)
+        rank(comm, "all_to_all", "ranks", value)
     if comm.rank not in ranks or len(set(ranks)) != len(ranks):
-        raise ValueError(f"rank {comm.rank}: {operation} expects ranks that differ, this one among them, got {ranks}.")
+        raise ValueError(f"rank {comm.rank}: all_to_all expects ranks that differ, this one among them, got {ranks}.")
     return list(ranks)
 
 

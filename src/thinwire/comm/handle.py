@@ -27,6 +27,10 @@ def reason_of(error: Exception) -> str:
     return ADVICE.sub("", " ".join(SOURCE.sub("", str(error)).split()))
 
 
+def nothing() -> None:
+    """The wait of an operation that is done."""
+
+
 class Handle:
     """The result of an operation that may still be in flight.
 

@@ -197,8 +197,8 @@ class LocalCommunicator(Communicator):
         """Another communicator of the same workers, in which rank r is this one's rank `order[r]`."""
         return LocalCommunicator(order.index(self.rank), self.size, self._mail, self._conversation + 1)
 
-    def close(self) -> None:
-        self._closed = True
+    def _close(self) -> None:
+        """Nothing to do."""
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()

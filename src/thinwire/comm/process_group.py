@@ -97,11 +97,7 @@ class ProcessGroupCommunicator(Communicator):
             self.all_reduce(torch.zeros(1, device=gpu)).wait()
             self.ledger = Ledger(self.size)
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _close(self) -> None:
         self._issuer.shutdown(wait=True)
         if dist.is_initialized():
             self._groups.give_back(self._group, self._has_failed)

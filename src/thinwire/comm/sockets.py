@@ -15,6 +15,7 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine
 LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
 SMALL_PACKET, HEADERS = 1280, 60  # bytes; all paths that carry IPv6 carry such packets
 Caller = TypeVar("Caller")
+Result = TypeVar("Result")
 
 
 class Stream(Protocol):
@@ -25,6 +26,12 @@ class Stream(Protocol):
     def sendall(self, data: bytes | memoryview, /) -> None: ...
 
     def settimeout(self, seconds: float, /) -> None: ...
+
+
+def set_deadline(connection: Stream, deadline: float) -> None:
+    """Let what comes next on a connection end at `deadline`, of `time.monotonic`."""
+    # A timeout of 0 would make the socket non-blocking.
+    connection.settimeout(max(0.001, deadline - time.monotonic()))
 
 
 def read_exactly(connection: Stream, size: int, deadline: float | None = None) -> bytes:
@@ -42,8 +49,7 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
     read = bytearray()
     while len(read) < size:
         if deadline is not None:
-            # A timeout of 0 would make the socket non-blocking.
-            connection.settimeout(max(0.001, deadline - time.monotonic()))
+            set_deadline(connection, deadline)
         part = connection.recv(size - len(read))
         if not part:
             raise ConnectionResetError("end of the connection")
@@ -71,6 +77,32 @@ def dial_small(host: str, port: int, seconds: float) -> socket.socket:
             connection.close()
             failed = error
     raise failed
+
+
+def keep_trying(
+    act: Callable[[float], Result], seconds: float, pause: float, *, final: tuple[type[OSError], ...] = ()
+) -> Result:
+    """What `act` returns, which is called again while it raises an OSError: who listens may not have been started yet.
+
+    Args:
+        act: gets the seconds that are left, 0.1 or more.
+        seconds: after which no other try begins.
+        pause: seconds between two tries.
+        final: errors that another try would not mend.
+
+    Raises:
+        OSError: that of the last try.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return act(max(0.1, deadline - time.monotonic()))
+        except final:
+            raise
+        except OSError:
+            if time.monotonic() + pause > deadline:
+                raise
+        time.sleep(pause)
 
 
 def callers(

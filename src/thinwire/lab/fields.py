@@ -5,6 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+OF_THE_FOLDER = frozenset("output name suffix overwrite resume requeue keep wandb mlflow".split())
+"""Options of a run that say where its results go, and not what it computes."""
+OF_CONNECTIONS = frozenset(
+    "elastic min_workers lighthouse first_worker transport interface credentials listen relay port timeout".split()
+)
+"""Options of a run that say how its workers reach each other."""
+
 
 def flat(table: Mapping[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, Any]]:
     """Field paths and values of nested tables; dotted keys, nested tables and both together mean the same.

@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 from typing import Any
 
+from ..comm.elastic.lighthouse import HEARTBEAT_SECONDS
 from ..comm.tcp.communicator import LONG_SECONDS
 from .lines import Lines
 
@@ -27,7 +28,6 @@ CLOCK_SECONDS = 1.0
 JITTER_SECONDS = 0.02
 LEAST_MEMORY = 0.1  # of all
 LEAST_TIMEOUT, SLACK, TRIPS = 30.0, 4.0, 100
-HEARTBEAT_SECONDS = 3.0  # of the Lighthouse
 
 
 @dataclass(frozen=True)

@@ -96,8 +96,7 @@ class TracedCommunicator(Communicator):
         """As that of a communicator; what waits for one of its calls is traced too."""
         return _TracedBackground(self, name)
 
-    def close(self) -> None:
-        self._closed = True
+    def _close(self) -> None:
         self._comm.close()
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:

@@ -92,9 +92,10 @@ def _set_hook() -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
+    arguments = args, kwargs
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (holders.of(p) for holders in (AVERAGED, SHARDED) for p in parameters)
     # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
-        args, kwargs = checker.before_step(optimizer, args, kwargs)
-    return args, kwargs
+        arguments = checker.before_step(optimizer, arguments)
+    return arguments

@@ -320,7 +320,7 @@ class AveragerAttachment(Attachment):
     def _abandon(self, error: BaseException) -> None:
         """Abort what is in flight because of `error`, without waiting for other workers."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
         if self._comm is not None:
             check.own_process(self._comm)
@@ -328,13 +328,11 @@ class AveragerAttachment(Attachment):
         if self._advisor.before_step(optimizer):
             refuse_ddp(self.call, self._model)  # a part may have been wrapped since
         self._shards.reshard()
-        return self._before_optimizer_step(optimizer, args, kwargs)
+        return self._before_optimizer_step(optimizer, arguments)
 
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+    @abstractmethod
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
-        return args, kwargs
 
     # ---- what a derived class uses ----
 

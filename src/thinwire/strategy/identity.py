@@ -28,9 +28,7 @@ def describe_tensors(tensors: NamedTensors) -> str:
     return "\n".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in tensors)
 
 
-def check_identity(
-    call: str, saved: dict[str, Any], own: dict[str, Any], is_elastic: bool = False
-) -> list[dict[str, Any]]:
+def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any], is_elastic: bool) -> list[dict[str, Any]]:
     """What the worker of identity `own` may load of `saved`: its own state, or those of all workers to redistribute.
 
     A worker of an elastic run loads before it knows the others, so it may load the states of any of the workers before.

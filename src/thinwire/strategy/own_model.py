@@ -103,14 +103,12 @@ class OwnModelAttachment(AveragerAttachment):
             self._ready()  # a round in flight uses the strategy's own
         return comm or self.comm
 
-    def _checked_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+    def _checked_step(self, arguments: Arguments) -> Arguments:
         """Look at the gradients of a step once they are there; return the step's arguments."""
-        return self._own_gradients.guard(optimizer, args, kwargs)
+        return self._own_gradients.guard(self._optimizer, arguments)
 
     @abstractmethod
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self) -> None:
         """Called after each step of the optimizer."""
 
     # ---- what a derived class uses ----
@@ -121,16 +119,15 @@ class OwnModelAttachment(AveragerAttachment):
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
-        self._on_detach(self._optimizer.register_step_post_hook(torch.compiler.disable(self._after_step)).remove)
+        after_step = torch.compiler.disable(lambda *_: self._after_step())
+        self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
 
     def _trained(self) -> list[nn.Parameter]:
         if not self.takes_all:
             return trained_by(self._optimizer)
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         require(
             optimizer is self._optimizer,
             f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
@@ -138,7 +135,7 @@ class OwnModelAttachment(AveragerAttachment):
         )
         self._require_own_model("optimizer.step()")
         self._live.check()
-        return self._checked_step(optimizer, args, kwargs)
+        return self._checked_step(arguments)
 
     def _require_decided(self, is_undecided: bool) -> None:
         require(

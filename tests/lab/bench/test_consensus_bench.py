@@ -139,7 +139,7 @@ def test_faces_that_cannot_be_downloaded_are_an_error_with_a_remedy(monkeypatch)
     [
         (["--averager", "Mx()"], "did you mean 'Mix'"),
         (["--averager", "Ring()"], "'Ring()' is no averager"),
-        (["--averager", "Choco(step_size=0.0)"], "step_size must be above 0 and finite, got 0.0"),
+        (["--averager", "Choco(step_size=0.0)"], "step_size must be above 0 and finite, or None, got 0.0"),
         (["--step-sizes", "0.0"], "step_size must be above 0"),
         (["--averager", "Mix(DirectedRing())", "PowerGossip(Exponential())"], "must not change with time"),
         (["--averager", "Mix(Torus())", "--workers", "7"], "7 is prime"),

@@ -72,20 +72,21 @@ def check_fixed_undirected(averager: GossipAverager, size: int) -> None:
     check_doubly_stochastic(averager, size)
 
 
-def check_step_size(averager: GossipAverager, value: object) -> None:
+def check_step_size(averager: GossipAverager, value: object, or_none: bool = False) -> None:
     """Raise ValueError unless a step size is a positive number."""
-    require_number(
-        f"{type(averager).__name__}: step_size", value, above=0, below=float("inf"), hint="; lower is more stable"
-    )
+    name = f"{type(averager).__name__}: step_size"
+    require_number(name, value, above=0, below=float("inf"), or_none=or_none, hint="; lower is more stable")
 
 
-def check_stable(averager: GossipAverager, step_size: float, size: int) -> None:
+def check_stable(averager: GossipAverager, step_size: float | None, size: int) -> None:
     """Raise ValueError if rounds with this step size diverge on this graph even without compression.
 
-    Up to 1 they are stable on every graph. Only a static undirected graph has one bound above that.
+    None is fitted, and stable. Up to 1 they are stable on every graph. Only a static undirected graph has one bound above that.
     """
     topology = averager.topology
-    if step_size <= 1 or size == 1 or len(topology.steps(size)) > 1 or not topology.is_symmetric(size):
+    if step_size is None or step_size <= 1 or size == 1:
+        return
+    if len(topology.steps(size)) > 1 or not topology.is_symmetric(size):
         return
     slowest, fastest = difference_rates(topology, size)
     require(

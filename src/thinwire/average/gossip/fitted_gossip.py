@@ -34,13 +34,11 @@ class FittedGossip(GossipAverager):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_codec(self, self.codec)
-        if self.step_size is not None:
-            check_step_size(self, self.step_size)
+        check_step_size(self, self.step_size, or_none=True)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
-        if self.step_size is not None:
-            check_stable(self, self.step_size, size)
+        check_stable(self, self.step_size, size)
 
     def init_step_control(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> FittedStep | None:
         if self.step_size is not None:

@@ -81,8 +81,7 @@ class Moniqua(GossipAverager):
         super().__post_init__()
         require_number("Moniqua: theta", self.theta, above=0, below=float("inf"), or_none=True)
         require_integer("Moniqua: bits", self.bits, 2, 8, hint="; at 1 bit rounding exceeds the modulus")
-        if self.step_size is not None:
-            check_step_size(self, self.step_size)
+        check_step_size(self, self.step_size, or_none=True)
 
     @property
     def num_steps(self) -> int:
@@ -97,8 +96,7 @@ class Moniqua(GossipAverager):
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)
-        if self.step_size is not None:
-            check_stable(self, self.step_size, size)
+        check_stable(self, self.step_size, size)
 
     def init_step_control(
         self, state: GossipState, tensors: NamedTensors, comm: Communicator

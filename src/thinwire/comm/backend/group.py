@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..handle import Handle
+from ..handle import Handle, nothing
 from ..tcp import TcpCommunicator
 from ..tls.credentials import Credentials
 from .reductions import name_of, reduction_of
@@ -367,7 +367,7 @@ def _landing(tensor: Tensor, copied: bool = False) -> tuple[Tensor, Callable[[],
     """Contiguous memory to receive a tensor into, with its contents if `copied`, and what brings it to the tensor."""
     tensor = tensor.detach()
     if tensor.layout != torch.strided or tensor.is_contiguous():  # the communicator refuses the latter
-        return tensor, _nothing
+        return tensor, nothing
     whole = torch.empty_like(tensor, memory_format=torch.contiguous_format)
     if copied:
         whole.copy_(tensor)
@@ -376,10 +376,6 @@ def _landing(tensor: Tensor, copied: bool = False) -> tuple[Tensor, Callable[[],
         tensor.copy_(whole)
 
     return whole, finish
-
-
-def _nothing() -> None:
-    """The tensor is there already."""
 
 
 def _listed(tensors: list[Tensor] | Tensor) -> list[Tensor]:

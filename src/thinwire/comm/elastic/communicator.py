@@ -58,7 +58,7 @@ from ...options import require_integer, require_number
 from ...streams import refuse_capture
 from ..base import Communicator, Start
 from ..channel import Channel
-from ..handle import CommunicationError
+from ..handle import CommunicationError, nothing
 from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..notice import said_if_late
 from ..process_group import ProcessGroupCommunicator
@@ -464,11 +464,7 @@ class ElasticCommunicator(Communicator):
             self._patience.resume()  # no part of a round
             self._asker.expect(self._patience.seconds)
 
-    def close(self) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _close(self) -> None:
         # It does not wait: an operation may hang until its time limit, and the connections close below.
         self._issuer.shutdown(wait=False, cancel_futures=True)
         self._asker.close()
@@ -518,19 +514,15 @@ class ElasticCommunicator(Communicator):
             raise
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._groups.all_reduce(tensor) if self.size > 1 and tensor.numel() else _nothing
+        return self._groups.all_reduce(tensor) if self.size > 1 and tensor.numel() else nothing
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else _nothing
+        return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else nothing
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        return self._groups.exchange(sends, receives) if sends or receives else _nothing
+        return self._groups.exchange(sends, receives) if sends or receives else nothing
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(
             "an elastic communicator has no channels; averagers without rounds need a fixed number of workers"
         )
-
-
-def _nothing() -> None:
-    """Wait for nothing."""

@@ -153,15 +153,7 @@ class QuorumClient:
     def __init__(self, address: str, credentials: Credentials, seconds: float):
         host, port = parse_address(address.removeprefix("https://").rstrip("/"))
         self._client = Client(host, port, credentials)
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self._client.connect(max(0.1, deadline - time.monotonic()))
-                return
-            except OSError as error:  # it may not have been started yet
-                if isinstance(error, Refused) or time.monotonic() + 0.1 > deadline:
-                    raise
-                time.sleep(0.1)
+        self._client.connect(seconds)
 
     def heartbeat(self, id: str, timeout: timedelta) -> None:
         """Say that this worker lives."""

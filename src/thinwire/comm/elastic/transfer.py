@@ -79,8 +79,8 @@ class Transfer:
         credentials: Credentials | None,
         limit_seconds: float,
         held: dict[bytes, Tensor],
-        tick: Callable[[], None] = lambda: None,
-        record: Callable[[int], None] = lambda num_bytes: None,
+        tick: Callable[[], None],
+        record: Callable[[int], None],
     ):
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
         self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record

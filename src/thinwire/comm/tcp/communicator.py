@@ -36,7 +36,7 @@ from ..background import Background
 from ..base import Communicator, Start
 from ..buffers import Spare, as_bytes, flat_like
 from ..channel import Channel
-from ..handle import CommunicationError, Handle
+from ..handle import CommunicationError, Handle, nothing
 from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from ..notice import START_SECONDS
 from ..process_group import Group, ProcessGroupCommunicator
@@ -95,6 +95,7 @@ class TcpCommunicator(Communicator):
     """
 
     limit_seconds = math.inf
+    _close_seconds = math.inf
 
     def __init__(
         self,
@@ -179,7 +180,7 @@ class TcpCommunicator(Communicator):
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
-            self._close(CLOSE_SECONDS)
+            self._close_within(CLOSE_SECONDS)
             raise
         # What connecting took is no traffic of the run.
         self.ledger = Ledger(self.size)
@@ -278,23 +279,20 @@ class TcpCommunicator(Communicator):
         for peer in range(self.size):
             if peer != self.rank:
                 self._engine.lose(peer, reason)
-        self._close(0.0)
-
-    def close(self) -> None:
-        self._close(math.inf)
+        self._close_within(0.0)
 
     def __exit__(self, kind: object = None, *exception: object) -> None:
-        self._close(math.inf if kind is None else CLOSE_SECONDS)
+        self._close_within(math.inf if kind is None else CLOSE_SECONDS)
 
-    def _close(self, seconds: float) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+    def _close_within(self, seconds: float) -> None:
+        self._close_seconds = seconds
+        self.close()
+
+    def _close(self) -> None:
         self._later.close()
         # What follows on earlier messages still needs the endpoint.
         self._later.join()
-        self._endpoint.close(seconds)
+        self._endpoint.close(self._close_seconds)
         self._tagged.close()
 
     # ---- issuing ----
@@ -323,7 +321,7 @@ class TcpCommunicator(Communicator):
     def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
-            return _nothing
+            return nothing
         return partial(self._wait, self._endpoint.begin(sends, receives))
 
     def _wait(self, operation: int) -> None:
@@ -379,7 +377,7 @@ class TcpCommunicator(Communicator):
         flat = tensor.view(-1)
         if self.size == 1 or flat.numel() == 0:
             reduction([flat], flat)
-            return _nothing
+            return nothing
         num_bytes = check.num_bytes(flat)
         is_swap = self.size == 2 and root is None and not (self.is_near and num_bytes >= SHARD_BYTES)
         pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
@@ -464,7 +462,3 @@ def _reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> 
 
 def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
     return [TaggedMessage(p, next(numbers[p]), as_bytes(tensor)) for p, tensor in tensors.items() if tensor.numel()]
-
-
-def _nothing() -> None:
-    """Wait for nothing."""

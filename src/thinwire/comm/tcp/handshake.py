@@ -16,9 +16,8 @@ from __future__ import annotations
 import hmac
 import secrets
 import struct
-import time
 
-from ..sockets import Stream, read_exactly
+from ..sockets import Stream, read_exactly, set_deadline
 from ..tls.connections import Refused
 
 SECRET_BYTES = NONCE_BYTES = PROOF_BYTES = 32
@@ -69,9 +68,9 @@ def greet(connection: Stream, rank: int, secret: bytes, deadline: float) -> tupl
         OSError: it did not answer in time; with a session, its certificate was refused.
     """
     nonce = secrets.token_bytes(NONCE_BYTES)
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    set_deadline(connection, deadline)
     connection.sendall(nonce)
-    connection.settimeout(max(0.001, deadline - time.monotonic()))  # a session has shaken hands meanwhile
+    set_deadline(connection, deadline)  # a session has shaken hands meanwhile
     # A caller that hangs up before its first byte is no stranger: a worker that ends does so too.
     first = connection.recv(1)
     if not first:

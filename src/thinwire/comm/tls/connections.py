@@ -31,7 +31,17 @@ from functools import partial
 from typing import Any
 
 from ..addresses import address_text
-from ..sockets import LOOK_SECONDS, be_patient, callers, dial_small, end, oldest_of_busiest, read_exactly
+from ..sockets import (
+    LOOK_SECONDS,
+    be_patient,
+    callers,
+    dial_small,
+    end,
+    keep_trying,
+    oldest_of_busiest,
+    read_exactly,
+    set_deadline,
+)
 from . import relay
 from .credentials import WRONG, Credentials, name_in
 
@@ -44,6 +54,7 @@ MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
+RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
 LOG_SECONDS = 1.0  # between two lines about refused connections
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
@@ -302,9 +313,9 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     connection = None
     try:
         be_patient(raw, SILENT_SECONDS)
-        raw.settimeout(max(0.001, deadline - time.monotonic()))
+        set_deadline(raw, deadline)
         connection = raw if context is None else context.wrap_socket(raw)
-        connection.settimeout(max(0.001, deadline - time.monotonic()))
+        set_deadline(connection, deadline)
         if connection.recv(1) != ACCEPTED:
             raise ConnectionResetError("it hung up")
         return connection
@@ -350,13 +361,16 @@ class Client:
         self._idle: list[socket.socket] = []
 
     def connect(self, seconds: float) -> None:
-        """Connect ahead of the first question, which may then be answered sooner.
+        """Connect ahead of the first question, with a listener that may not have been started yet.
+
+        Args:
+            seconds: within which it must take this worker.
 
         Raises:
             Refused: one side does not believe the other's certificate.
             OSError: the listener does not answer.
         """
-        self._idle.append(self._connected(seconds))
+        self._idle.append(keep_trying(self._connected, seconds, RETRY_SECONDS, final=(Refused,)))
 
     def _connected(self, seconds: float) -> socket.socket:
         context = self._credentials.context(server=False) if self._credentials else None
@@ -382,7 +396,7 @@ class Client:
             except IndexError:
                 connection, is_new = self._connected(seconds), True
             try:
-                connection.settimeout(max(0.001, deadline - time.monotonic()))
+                set_deadline(connection, deadline)
                 send_frame(connection, *fields)
                 answer = read_frame(connection)
             except OSError:

@@ -30,7 +30,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ...algorithm import require
+from ...algorithm import able_to, require
 from ..addresses import address_text, parse_address
 from .connections import Listener, Refused, connect_tls, read_frame, send_frame
 from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials
@@ -286,10 +286,8 @@ class Admission:
         self.joined: list[str] = []
         self._lock, self._changed = threading.Lock(), threading.Event()
         self._open: list[Token] = []
-        try:
+        with able_to(f"listen at {address}", "choose another"):
             self._listener = Listener(host, port, credentials, self._answer, asks_all=True)
-        except OSError as error:
-            raise ValueError(f"cannot listen at {address}: {error.strerror or error}; choose another") from None
         run, port, authority = credentials.run, self._listener.port, _fingerprint(self._issuer.certificate)
         until = int(time.time() + 3600 * hours)
         self.tokens = [Token(run, host, port, authority, secrets.token_hex(SECRET_BYTES), until) for _ in range(count)]

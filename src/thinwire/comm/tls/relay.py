@@ -23,10 +23,11 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from ..addresses import address_text, parse_address
-from ..sockets import be_patient, dial_small, end, read_exactly
+from ..sockets import be_patient, dial_small, end, keep_trying, read_exactly
 
 MAGIC = b"thinwire"
 HELLO = struct.Struct("<8sc32s")
@@ -358,15 +359,7 @@ def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
     Raises:
         OSError: the relay cannot be reached, or is none.
     """
-    deadline = time.monotonic() + seconds
-    while True:
-        try:
-            connection = reach(relay, WHO_AM_I, bytes(TOKEN_BYTES), max(0.1, deadline - time.monotonic()))
-            break
-        except OSError:
-            if time.monotonic() + FIRST_PAUSE > deadline:
-                raise
-            time.sleep(FIRST_PAUSE)
+    connection = keep_trying(partial(reach, relay, WHO_AM_I, bytes(TOKEN_BYTES)), seconds, FIRST_PAUSE)
     with contextlib.closing(connection):
         try:
             said = read_exactly(connection, ADDRESS_BYTES)

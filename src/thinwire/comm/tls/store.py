@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from .connections import MAX_FRAME_BYTES, Client, Listener, Refused
+from .connections import MAX_FRAME_BYTES, Client, Listener
 from .credentials import Credentials
 
 MAX_TABLE_BYTES = 1 << 26
@@ -67,18 +67,11 @@ class TlsStore(dist.Store):
             return
         self._client = Client(address, port, credentials)
         self.port, self._hang_up = port, self._client.close
-        deadline, pause = time.monotonic() + timeout.total_seconds(), 0.02
-        while True:
-            try:
-                # Any question will do: the answer shows that the store takes this worker.
-                self._ask(b"count", seconds=max(0.1, deadline - time.monotonic()))
-                _open.add(self)
-                return
-            except dist.DistNetworkError as error:  # it may not listen yet
-                if time.monotonic() + pause > deadline or isinstance(error.__cause__, Refused):
-                    raise
-            time.sleep(pause)
-            pause = min(2 * pause, 1.0)
+        try:
+            self._client.connect(timeout.total_seconds())
+        except OSError as error:
+            raise dist.DistNetworkError(f"the store does not answer: {error}") from error
+        _open.add(self)
 
     def close(self) -> None:
         """Close the connections; the keys go with the worker that listens."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...algorithm import require
+from ...algorithm import able_to, require
 
 
 def check_writable(path: Path | None) -> None:
@@ -18,12 +18,9 @@ def check_writable(path: Path | None) -> None:
     """
     if path is None:
         return
-    try:
-        # Opened to append, so that an earlier result stays until there is a new one.
-        with open(path, "a"):
-            pass
-    except OSError as error:
-        raise ValueError(f"cannot write {path}: {error.strerror}; choose another file") from None
+    # Opened to append, so that an earlier result stays until there is a new one.
+    with able_to(f"write {path}", "choose another file"), open(path, "a"):
+        pass
 
 
 def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:

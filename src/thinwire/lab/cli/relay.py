@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from ...algorithm import able_to
 from .options import parsed
 
 
@@ -27,10 +28,8 @@ def relay_command(options: list[str]) -> None:
     from ...comm.tls.relay import Relay
 
     host, port = parse_address(asked.bind)
-    try:
+    with able_to(f"listen at {asked.bind}", "choose another --bind"):
         relay = Relay(host, port)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {asked.bind}: {error.strerror or error}; choose another --bind") from None
     with relay:
         print(f"thinwire: the relay listens at {relay.address[0]}:{relay.address[1]}", file=sys.stderr, flush=True)
         relay.wait()

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
+from ...algorithm import able_to
 from .options import parsed, shown_as
 
 
@@ -30,9 +31,7 @@ def topology_command(options: list[str]) -> None:
     topology = as_parsed(asked.graph, Topology)
     rows = describe(topology, asked.workers)
     if asked.output is not None:
-        try:
+        with able_to(f"write {asked.output}", "choose another file"):
             rows.append(("drawing", str(draw(topology, asked.workers, asked.output))))
-        except OSError as error:
-            raise ValueError(f"cannot write {asked.output}: {error.strerror}; choose another file") from None
     for name, value in rows:
         print(f"  {name:18} {value}")

@@ -6,13 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..fields import flat
+from ..fields import OF_THE_FOLDER, flat
 from .runs import Run
 
 # These fields set where a run is stored and how its workers connect, but not what it computes.
-IGNORED = {
-    *"seed name suffix output overwrite resume requeue port interface keep checkpoint_every wandb mlflow".split(),
-}
+IGNORED = {*OF_THE_FOLDER, "seed", "checkpoint_every", "port", "interface"}
 SIZES = {"workers", "epochs", "max_steps"}  # always named where they differ: longer runs are no better methods
 MISSING = "not set"
 

@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...algorithm import require
+from ...algorithm import able_to, require
 from ..files import load_json_object
 from .exporters import prometheus
 from .runs import read_rows
@@ -242,7 +242,5 @@ def server(folder: Path, address: str, port: int) -> ThreadingHTTPServer:
         def log_message(self, format: str, *args: Any) -> None:
             """Log nothing: the page asks every two seconds."""
 
-    try:
+    with able_to(f"listen at {address}:{port}", "give another port"):
         return _Server((address, port), Handler)
-    except OSError as error:
-        raise ValueError(f"cannot listen at {address}:{port}: {error.strerror}; give another port") from None

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from ...algorithm import able_to
 from .captioned_figures import captioned_figures
 from .groups import grouped
 from .metrics import main_metric
@@ -69,7 +70,7 @@ def write_report(
     main = main_metric(found.runs, metric)
     table = comparison(groups, main) if groups else None
     figures = captioned_figures(groups, main, found.consensus)
-    try:
+    with able_to(f"write to {str(out)!r}", "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         if table is not None:
             (out / "table.md").write_text(as_markdown(table))
@@ -77,8 +78,6 @@ def write_report(
         svgs = {figure.name: _save(out / "figures" / figure.name, figure.figure) for figure in figures}
         page = Page(title, made_by, table, figures, svgs, found.runs, found.problems)
         (out / "report.html").write_text(as_html(page), encoding="utf-8")
-    except OSError as error:
-        raise ValueError(f"cannot write to {str(out)!r}: {error.strerror}; choose another --out") from None
     left_out = [f"{figure.title}: no run has {figure.needs}" for figure in figures if figure.figure is None]
     return Report(table, found.problems, left_out, out / "report.html")
 

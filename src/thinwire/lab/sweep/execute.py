@@ -12,6 +12,7 @@ import sys
 import time
 from pathlib import Path
 
+from ...algorithm import able_to
 from ..files import write_json
 from .file import PlannedRun, planned
 from .status import BEGINS, finished_summary, locked
@@ -53,12 +54,10 @@ def write_down(run: PlannedRun) -> None:
     Raises:
         ValueError: it cannot be written.
     """
-    try:
+    with able_to(f"write to {run.folder.parent}", "choose another output"):
         run.records.mkdir(parents=True, exist_ok=True)
         plain = {"command": run.command, "values": run.values, "varied": run.varied}
         write_json(run.records / "run.json", plain | {"folder": str(run.folder)})
-    except OSError as error:
-        raise ValueError(f"cannot write to {run.folder.parent}: {error.strerror}; choose another output") from None
 
 
 def read_run(path: Path) -> PlannedRun:

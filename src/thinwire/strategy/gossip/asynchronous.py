@@ -116,7 +116,7 @@ class AsynchronousGossip(OwnModelAttachment):
 
     # ---- one step of the optimizer ----
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self) -> None:
         self._check()
         self.comm.ledger.dense_numel += self._state.layout.numel
         self._publish("optimizer.step()")

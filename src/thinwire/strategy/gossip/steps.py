@@ -14,7 +14,6 @@ Outside of `optimizer.step` the model always holds z, so that evaluation and `st
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +23,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...comm import Communicator
 from ..model.models import NamedParameters
-from ..model.optimizer_step import Arguments, ScalerWatch, closure_of, with_closure
+from ..model.optimizer_step import Arguments, ScalerWatch, once_gradients_are_there
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
 from .rounds import ParameterRounds, RoundsState
@@ -118,37 +117,24 @@ class ParameterGossip(OwnModelAttachment):
 
     # ---- one step of the optimizer ----
 
-    def _checked_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
-        closure = closure_of(args, kwargs)
-        if closure is not None:
-            return with_closure(args, kwargs, self._around(closure))
-        self._own_gradients.check(optimizer)
-        self._before_update()
-        return args, kwargs
-
-    def _around(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The closure, which computes gradients at z; its first call also does what comes before the update."""
+    def _checked_step(self, arguments: Arguments) -> Arguments:
+        """A closure computes gradients at z; its first call also does what comes before the update."""
         pending = [self._before_update]
 
-        def evaluate() -> Any:
-            self._rounds.to_debiased()
-            loss = closure()
+        def act() -> None:
             self._own_gradients.check(self._optimizer)
             self._rounds.to_biased()
             while pending:
                 pending.pop()()
-            return loss
 
-        return evaluate
+        return once_gradients_are_there(arguments, act, before=self._rounds.to_debiased)
 
     def _before_update(self) -> None:
         self._rounds.to_biased()
         if self.strategy.combines_first:
             self._combine()
 
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self) -> None:
         self._record.was_updated = True
         self._watch.stepped()
         self._record.steps_since_begin += 1
@@ -168,7 +154,7 @@ class ParameterGossip(OwnModelAttachment):
     def _take_part(self) -> None:
         """A round without an update."""
         self._before_update()
-        self._after_step(self._optimizer, (), {})
+        self._after_step()
 
     def _combine(self) -> None:
         if not self.strategy.overlap:

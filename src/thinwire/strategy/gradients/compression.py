@@ -207,12 +207,10 @@ class GradientCompression(AveragerAttachment):
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
 
-    def _before_optimizer_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Arguments:
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         self._check_unchanged()
         self.check_optimizer(optimizer)
-        return once_gradients_are_there(args, kwargs, lambda: self._drop_if_nonfinite(optimizer))
+        return once_gradients_are_there(arguments, lambda: self._drop_if_nonfinite(optimizer))
 
     def _drop_if_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
         """Remove the gradients, so that optimizers leave parameters, momentum and step counts as they are."""

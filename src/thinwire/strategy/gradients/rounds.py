@@ -59,7 +59,7 @@ class GradientRounds:
         nonfinite: NonfiniteSteps,
         shards: Replica,
         transaction: Transaction,
-        order: Mapping[str, int] | None = None,
+        order: Mapping[str, int] | None,
     ):
         self._averager, self._state, self._comm, self._scaler, self._order = averager, state, comm, scaler, order
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction

@@ -116,14 +116,14 @@ class ShardCompression(Attachment):
 
     # ---- steps that are not finite ----
 
-    def before_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
         if self._own_gradients is None:
             self._shards.connect_replica()
             rank = self._comm.rank if self._comm else 0  # FSDP of a single worker calls no collective
             self._own_gradients = OwnGradients(self._nonfinite, rank, self.parameters, self._shards)
         self._own_gradients.culprit, self._culprit = self._culprit, None
-        return self._own_gradients.guard(optimizer, args, kwargs)
+        return self._own_gradients.guard(optimizer, arguments)
 
     def note(self, wire: _Wire, gradient: Tensor) -> None:
         """Note the first module whose own gradient is not finite, if the next such step is an error."""

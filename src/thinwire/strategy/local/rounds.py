@@ -183,7 +183,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._watch = ScalerWatch(runtime.scaler, lambda: self._after_step(self._optimizer, (), {}))
+            self._watch = ScalerWatch(runtime.scaler, self._after_step)
             self._on_detach(self._watch.remove)
 
     def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
@@ -363,7 +363,7 @@ class LocalUpdates(OwnModelAttachment):
     # ---- one step of the inner optimizer ----
 
     @torch.no_grad()
-    def _after_step(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def _after_step(self) -> None:
         self._watch.stepped()
         if self._elastic is not None and self._elastic.is_joining:
             self._restart_all()

@@ -57,35 +57,33 @@ def refuse_in_backward(call: str, optimizer: torch.optim.Optimizer) -> None:
     )
 
 
-def closure_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[], Any] | None:
-    """The closure among the arguments; None if there is none."""
-    closure: Callable[[], Any] | None = args[1] if len(args) > 1 else kwargs.get("closure")
-    return closure
-
-
-def with_closure(args: tuple[Any, ...], kwargs: dict[str, Any], closure: Callable[[], Any]) -> Arguments:
-    """The same arguments with another closure."""
-    others = {name: value for name, value in kwargs.items() if name != "closure"}
-    return (args[0], closure, *args[2:]), others
-
-
-def once_gradients_are_there(args: tuple[Any, ...], kwargs: dict[str, Any], act: Callable[[], None]) -> Arguments:
+def once_gradients_are_there(
+    arguments: Arguments, act: Callable[[], None], *, before: Callable[[], None] = lambda: None
+) -> Arguments:
     """Call `act` when the step's gradients are there: now, or after each call of the closure that computes them.
+
+    Args:
+        arguments: those of the step.
+        act: what to do with the gradients.
+        before: what to do before each call of the closure.
 
     Returns:
         The arguments for the step.
     """
-    closure = closure_of(args, kwargs)
+    args, kwargs = arguments
+    closure = args[1] if len(args) > 1 else kwargs.get("closure")
     if closure is None:
         act()
-        return args, kwargs
+        return arguments
 
     def evaluate() -> Any:
+        before()
         loss = closure()
         act()
         return loss
 
-    return with_closure(args, kwargs, evaluate)
+    others = {name: value for name, value in kwargs.items() if name != "closure"}
+    return (args[0], evaluate, *args[2:]), others
 
 
 class ScalerWatch:

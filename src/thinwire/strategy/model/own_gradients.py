@@ -8,7 +8,6 @@ momentum stays as it was too. It still takes part in averaging. The other worker
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -67,9 +66,9 @@ class OwnGradients:
             for p in held:
                 p.grad = None
 
-    def guard(self, optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
+    def guard(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
         """Check a step whose arguments these are: now, or where a closure computes the gradients, after it."""
-        return once_gradients_are_there(args, kwargs, lambda: self.check(optimizer))
+        return once_gradients_are_there(arguments, lambda: self.check(optimizer))
 
 
 def _values(gradient: Tensor) -> Tensor:

@@ -273,7 +273,7 @@ class PendingExchange:
         num_bytes: what this worker has sent so far; 0 without `counts`.
     """
 
-    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool = False):
+    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool):
         self._begin, self.job, self._counts = begin, job, counts
         self._stages: Stages | None = None
         self._pending: Handle | None = None

@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from ....algorithm import able_to
+
 
 def cache_folder() -> Path:
     """The folder of cached files."""
@@ -77,11 +79,9 @@ def locked(path: Path) -> Iterator[None]:
     Raises:
         ValueError: nothing can be written beside `path`.
     """
-    try:
+    with able_to(f"write to {path.parent}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f".{path.name}.lock"), "w")  # `os.replace` gives `path` another inode
-    except OSError as error:
-        raise ValueError(f"cannot write to {path.parent}: {error.strerror}; choose another folder") from error
     with lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -9,9 +9,10 @@ from urllib.request import urlopen
 from .cache import locked, write_whole
 
 CHUNK_BYTES = 1 << 18
+SILENT_SECONDS = 20.0  # how long the network may keep silent
 
 
-def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds: float = 20) -> None:
+def download(url: str, path: Path, num_bytes: int, sha256: str) -> None:
     """Fetch `url` to `path`, unless it is there; several processes may ask at once, and one fetches.
 
     Args:
@@ -19,7 +20,6 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds:
         path: where to put it.
         num_bytes: how large it is.
         sha256: its checksum, in hexadecimal.
-        timeout_seconds: how long the network may keep silent.
 
     Raises:
         ValueError: it cannot be fetched, or is not the file that was expected; nothing is left at `path`.
@@ -29,7 +29,7 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds:
         if path.exists():
             return
         try:
-            write_whole(path, lambda part: _fetch(url, part, num_bytes, sha256, timeout_seconds))
+            write_whole(path, lambda part: _fetch(url, part, num_bytes, sha256))
         except OSError as error:
             raise ValueError(
                 f"{path} is missing and {url} cannot be fetched ({error}); "
@@ -37,12 +37,12 @@ def download(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds:
             ) from error
 
 
-def _fetch(url: str, path: Path, num_bytes: int, sha256: str, timeout_seconds: float) -> None:
+def _fetch(url: str, path: Path, num_bytes: int, sha256: str) -> None:
     from rich.console import Console
     from rich.progress import wrap_file
 
     digest = hashlib.sha256()
-    with urlopen(url, timeout=timeout_seconds) as response, open(path, "wb") as out:
+    with urlopen(url, timeout=SILENT_SECONDS) as response, open(path, "wb") as out:
         console = Console(stderr=True)
         reader = wrap_file(
             response,

@@ -6,12 +6,12 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from ....algorithm import require
-from ...fields import flat
+from ....algorithm import able_to, require
+from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
 from ...files import load_json_object, write_json
 from ..config import RunConfig
 from .checkpoint import last_described
@@ -19,11 +19,10 @@ from .lock import LOCK, locked
 
 log = logging.getLogger("thinwire")
 
-FREE = [
-    *"output name suffix overwrite resume keep checkpoint_every evaluate_every log_every variance wandb mlflow".split(),
-    *"test_batch_size threads device port interface transport requeue timeout data.num_loaders".split(),
-    *"elastic min_workers lighthouse first_worker check_every credentials listen relay".split(),
-]
+FREE = {
+    *(*OF_THE_FOLDER, *OF_CONNECTIONS, "checkpoint_every", "evaluate_every", "log_every", "variance"),
+    *("test_batch_size", "threads", "device", "check_every", "data.num_loaders"),
+}
 """Fields that may change in a resumed run, because they change its result only by rounding."""
 
 SEEN_SECONDS = 60.0  # after which a network file system shows on one machine what another one has made
@@ -120,13 +119,8 @@ def require_shared(folder: Path) -> None:
         time.sleep(0.1)
 
 
-@contextmanager
-def _writing(config: RunConfig) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        reason = f"cannot write to the output folder {str(config.output)!r}: {error.strerror or error}"
-        raise ValueError(f"{reason}; choose another with --output") from None
+def _writing(config: RunConfig) -> AbstractContextManager[None]:
+    return able_to(f"write to the output folder {str(config.output)!r}", "choose another with --output")
 
 
 def _claim(folder: Path, suffix: str, numbered: bool) -> Path:

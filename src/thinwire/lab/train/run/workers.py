@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from ....comm import Communicator, ElasticCommunicator
 from ....comm.members import Members
 from ....strategy import AveragerAttachment
+from ...fields import OF_CONNECTIONS, OF_THE_FOLDER
 from ..config import RunConfig
 from ..shared_errors import same_error_on_all
 from .interrupt import Interruption
@@ -20,13 +21,7 @@ log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
 
-OWN_SETTINGS = frozenset(
-    [
-        *("recipe", "workers", "min_workers", "first_worker", "lighthouse", "elastic", "threads", "device", "compile"),
-        *("output", "name", "suffix", "overwrite", "resume", "wandb", "mlflow", "keep", "requeue"),
-        *("transport", "interface", "credentials", "listen", "relay", "port", "timeout"),
-    ]
-)
+OWN_SETTINGS = {*OF_THE_FOLDER, *OF_CONNECTIONS, "recipe", "workers", "threads", "device", "compile"}
 """Options in which the workers of an elastic run may differ."""
 
 

@@ -16,11 +16,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from ....algorithm import require
+from ....algorithm import able_to, require
 from ....comm import CommunicationError, Communicator, Credentials
 from ....comm.addresses import address_text, own_address
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
+from ....comm.sockets import keep_trying
 from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
@@ -193,18 +194,13 @@ def _await_first(host: str, port: int) -> None:
     Raises:
         CommunicationError: it does not.
     """
-    deadline = time.monotonic() + SECONDS
-    while True:
-        try:
-            socket.create_connection((host, port), TRY_SECONDS).close()
-            return
-        except OSError as error:
-            if time.monotonic() + PAUSE_SECONDS > deadline:
-                raise CommunicationError(
-                    f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
-                    f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
-                ) from error
-            time.sleep(PAUSE_SECONDS)
+    try:
+        keep_trying(lambda _: socket.create_connection((host, port), TRY_SECONDS), SECONDS, PAUSE_SECONDS).close()
+    except OSError as error:
+        raise CommunicationError(
+            f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
+            f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
+        ) from error
 
 
 def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
@@ -218,11 +214,8 @@ def _encrypted_store(environment: Environment, credentials: Credentials) -> dist
         os.environ["MASTER_ADDR"] = host  # `own_address` takes the interface that reaches it
     if environment.rank > 0:
         return connected_store(host, port, RENDEZVOUS, credentials)
-    try:
+    with able_to(f"listen at {host}:{port}", "choose others with MASTER_ADDR and MASTER_PORT"):
         return listening_store(host, port, RENDEZVOUS, credentials)
-    except OSError as error:
-        reason = f"cannot listen at {host}:{port}: {error.strerror or error}"
-        raise ValueError(f"{reason}; choose others with MASTER_ADDR and MASTER_PORT") from None
 
 
 def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:

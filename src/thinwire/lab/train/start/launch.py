@@ -38,12 +38,12 @@ log = logging.getLogger("thinwire")
 # After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
 # them as soon as rank 0 has ended.
 TELLING_SECONDS = 10.0
-OnStop = Callable[[Interrupted], None] | None
+OnStop = Callable[[Interrupted], None]
 OnStart = Callable[[Path], object] | None
 
 
 def train(
-    config: RunConfig, on_stop: OnStop = None, callbacks: Sequence[Callback] = (), on_start: OnStart = None
+    config: RunConfig, on_stop: OnStop | None = None, callbacks: Sequence[Callback] = (), on_start: OnStart = None
 ) -> Path:
     """Train and return the run's folder. Under a launcher, each of its processes calls this.
 
@@ -78,11 +78,11 @@ def train(
     environment = set_variables()
     if finished := finished_run(config):
         return finished
-    if environment and config.elastic:
-        return join_elastic(config, environment, partial(_stopped, config, on_stop), callbacks, on_start)
-    if environment:
-        return _join(config, environment, on_stop, callbacks, on_start)
-    return _spawn(config, on_stop, callbacks, on_start)
+    stopped = partial(_stopped, config, on_stop)
+    if environment is None:
+        return _spawn(config, stopped, callbacks, on_start)
+    join = join_elastic if config.elastic else _join
+    return join(config, environment, stopped, callbacks, on_start)
 
 
 def _with_credentials(config: RunConfig) -> RunConfig:
@@ -110,7 +110,7 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
                 on_start(folder)
             spawn(config, folder, callbacks)
         except Interrupted as stop:
-            _stopped(config, on_stop, stop)
+            on_stop(stop)
             raise
     return folder
 
@@ -123,7 +123,7 @@ def _join(
     name, rank, size = environment.launcher, environment.rank, environment.size
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
     try:
-        end = early_end(environment, partial(_stopped, config, on_stop))
+        end = early_end(environment, on_stop)
         with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
             interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
             made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
@@ -134,7 +134,7 @@ def _join(
                 interruption.settle()
             except Interrupted as stop:
                 if rank == 0:
-                    _stopped(config, on_stop, stop)
+                    on_stop(stop)
                 # Launchers kill the others as soon as one exits, so they wait for rank 0.
                 comm.barrier()
                 raise
@@ -148,7 +148,7 @@ def _join(
     return folder
 
 
-def _stopped(config: RunConfig, on_stop: OnStop, stop: Interrupted) -> None:
+def _stopped(config: RunConfig, on_stop: OnStop | None, stop: Interrupted) -> None:
     if on_stop:
         on_stop(stop)
     if config.requeue and stop.signal == signal.SIGUSR1:

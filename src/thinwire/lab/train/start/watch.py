@@ -140,9 +140,7 @@ class Watch:
             for place, worker in enumerate(self.workers):  # first: the others fail because it is gone
                 number = self.first_worker + place
                 if worker.exitcode == 0 and not self.store.check([f"finished/{number}"]):
-                    raise WorkerError(
-                        f"worker {number} left the run before its end, with exit code 0; what was saved is in {self.folder}"
-                    )
+                    raise self._ended(f"worker {number} left the run before its end, with exit code 0")
             now = time.monotonic()
             if self.restart is not None and any(worker.exitcode in ENDINGS for worker in self.workers):
                 self.end = min(self.end, now + LAST_SECONDS)
@@ -152,7 +150,7 @@ class Watch:
             self._look_at_stopped(now)
             self.requests.pass_on()  # again: a worker that was still starting may have missed it
             if now > self.requests.deadline and any(worker.exitcode is None for worker in self.workers):
-                raise WorkerError(too_slow(self.workers, self.first_worker, self.requests.signal, self.folder))
+                raise self._too_slow()
             if now > self.end:
                 break
         self._check_end()
@@ -160,7 +158,7 @@ class Watch:
     def _has_died(self, place: int, code: int, now: float) -> None:
         """Start a worker of an elastic run again, unless it failed with an error of its own. Otherwise end the run."""
         if self.restart is None:
-            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
+            raise self._failure()
         if self.end < float("inf"):  # the others need it no more
             return
         number, has_ended_too_often = self.first_worker + place, self.restarts[place] == MAX_RESTARTS
@@ -176,9 +174,9 @@ class Watch:
         elif code < 0:
             why = f"worker {number} was ended by {signal.Signals(-code).name}"
         else:
-            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
+            raise self._failure()
         if has_ended_too_often:
-            raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
+            raise self._failure()
         self.restarts[place] += 1
         log.warning(f"{why}; it is started again")
         self.workers[place] = self.restart(place)
@@ -191,7 +189,7 @@ class Watch:
             pid = self.workers[place].pid
             if now - since >= self.limit_seconds:
                 if self.restart is None:
-                    raise WorkerError(diagnosis(self.workers, self.first_worker, self.folder, self.store))
+                    raise self._failure()
                 number = self.first_worker + place
                 log.warning(f"worker {number} was stopped (SIGSTOP) for {self.limit_seconds:g} seconds, and is killed")
                 self.workers[place].kill()
@@ -207,7 +205,45 @@ class Watch:
         if code:
             raise Interrupted(code - 128, latest(self.folder / "checkpoints"))
         if not (self.folder / "summary.json").exists():
-            raise WorkerError(f"the run ended before its last step; what was saved is in {self.folder}")
+            raise self._ended("the run ended before its last step")
+
+    # ---- why the run ended ----
+
+    def _ended(self, why: str) -> WorkerError:
+        return WorkerError(f"{why}; what was saved is in {self.folder}")
+
+    def _too_slow(self) -> WorkerError:
+        """The error of workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
+        held = stopped(self.workers)
+        late = held or [place for place, worker in enumerate(self.workers) if worker.exitcode is None]
+        name = signal.Signals(self.requests.signal).name
+        return self._ended(
+            f"worker {self.first_worker + late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
+            f"{'; it was stopped by SIGSTOP' * bool(held)}"
+        )
+
+    def _failure(self) -> WorkerError:
+        """The worker that failed first, and why. The others fail after it, because they lose their connection."""
+        codes = {number: worker.exitcode or 0 for number, worker in enumerate(self.workers, start=self.first_worker)}
+        for number, code in codes.items():
+            if code < 0:
+                name = signal.Signals(-code).name
+                memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+                return self._ended(f"worker {number} was ended by {name}{memory}")
+        for place in stopped(self.workers):
+            number, pid = self.first_worker + place, self.workers[place].pid
+            return self._ended(f"worker {number} (process {pid}) was stopped by SIGSTOP and did not go on")
+        said = [number for number in codes if self.store.check([f"failed/{number}"])]
+        for number, code in codes.items():
+            # It did not come as far as to say why; those that did have lost their connection to it.
+            if code and number not in said:
+                if code == NO_FORK_SERVER:
+                    return self._ended(f"{FORK_SERVER_DIED}, and all workers with it")
+                return self._ended(f"worker {number} ended with exit code {code} and gave no reason")
+        reports = [self.store.get(f"failed/{number}").decode() for number in said]
+        first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
+        removed = "" if self.folder.is_dir() else f"; the run's folder {self.folder} was removed"
+        return WorkerError(f"{first}{removed}")
 
 
 def stopped(workers: Sequence[BaseProcess]) -> list[int]:
@@ -221,42 +257,3 @@ def _state(pid: int | None) -> str:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (OSError, IndexError):
         return ""
-
-
-def too_slow(workers: Sequence[BaseProcess], first_worker: int, asked: int, folder: Path) -> str:
-    """The message for workers that did not stop in time. If one is stopped by SIGSTOP, the others wait for it."""
-    late = stopped(workers) or [place for place, worker in enumerate(workers) if worker.exitcode is None]
-    name = signal.Signals(asked).name
-    return (
-        f"worker {first_worker + late[0]} did not stop within {STOP_SECONDS} seconds of {name} and was killed"
-        f"{'; it was stopped by SIGSTOP' * bool(stopped(workers))}; what was saved is in {folder}"
-    )
-
-
-def diagnosis(workers: Sequence[BaseProcess], first_worker: int, folder: Path, store: Store) -> str:
-    """The worker that failed first, and why. The others fail after it, because they lose their connection."""
-    by_number = dict(enumerate(workers, start=first_worker))
-    for number, worker in by_number.items():
-        exitcode = worker.exitcode or 0
-        if exitcode < 0:
-            name = signal.Signals(-exitcode).name
-            memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-            return f"worker {number} was ended by {name}{memory}; what was saved is in {folder}"
-    for place in stopped(workers):
-        number, pid = first_worker + place, workers[place].pid
-        return (
-            f"worker {number} (process {pid}) was stopped by SIGSTOP and did not go on; what was saved is in {folder}"
-        )
-    silent = [
-        (number, worker.exitcode)
-        for number, worker in by_number.items()
-        if worker.exitcode and not store.check([f"failed/{number}"])
-    ]
-    if silent:  # it did not come as far as to say why; those that did have lost their connection to it
-        number, code = silent[0]
-        if code == NO_FORK_SERVER:
-            return f"{FORK_SERVER_DIED}, and all workers with it; what was saved is in {folder}"
-        return f"worker {number} ended with exit code {code} and gave no reason; what was saved is in {folder}"
-    reports = [store.get(name).decode() for number in by_number if store.check([name := f"failed/{number}"])]
-    first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
-    return first if folder.is_dir() else f"{first}; the run's folder {folder} was removed"

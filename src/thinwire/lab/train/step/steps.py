@@ -177,7 +177,7 @@ def check_split(config: RunConfig, data: Dataset) -> None:
     require(data.labels is not None or not by_class, "split by-class needs examples with a class; choose by-position")
 
 
-def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int, first: int = 0) -> Tensor:
+def share_of(config: RunConfig, data: Dataset, comm: Communicator, epoch: int, first: int) -> Tensor:
     """Indices of this worker's examples in an epoch, in the order of use.
 
     Args:

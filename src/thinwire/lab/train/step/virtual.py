@@ -17,10 +17,9 @@ from torch import Tensor, nn
 from ....algorithm import require
 from ....comm import Communicator
 from ....plan import Network, TracedCommunicator
+from ....plan.predict import FORWARD_SHARE
 from ....plan.trace import Trace
 from ..config import RunConfig
-
-FORWARD_SHARE = 1 / 3  # backward has twice the multiplications
 
 
 class VirtualTime:
