@@ -99,14 +99,28 @@ def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listene
     before = threading.active_count()
     for _ in range(4 * connections.MAX_HANDSHAKES):
         silent.append(socket.create_connection(("127.0.0.1", listener.port)))
-    wait_until(lambda: len(listener._greeting) <= connections.MAX_HANDSHAKES, "the oldest are sent away", 20)
-    assert threading.active_count() - before <= connections.MAX_HANDSHAKES + 2
+    most = before + connections.MAX_HANDSHAKES + 2
+    wait_until(lambda: threading.active_count() <= most, "the oldest are sent away", 20)
     connection = connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 20)
     send_frame(connection, b"hello")
     assert read_frame(connection) == [b"to", b"hello"]
     for one in silent:
         one.close()
     wait_until(lambda: not listener._greeting, "all are gone", 20)
+
+
+def test_each_caller_too_many_sends_another_one_away(listener, monkeypatch):
+    """Also while the threads of those that were sent away have not ended yet."""
+    monkeypatch.setattr(listener, "_talk", lambda raw, address: None)
+    callers = [
+        socket.create_connection(("127.0.0.1", listener.port), 10) for _ in range(connections.MAX_HANDSHAKES + 5)
+    ]
+    assert [caller.recv(1) for caller in callers[:5]] == [b""] * 5
+    callers[5].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        callers[5].recv(1)
+    for caller in callers:
+        caller.close()
 
 
 class Between:

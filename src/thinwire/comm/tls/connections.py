@@ -197,7 +197,9 @@ class Listener:
         with self._lock:
             self._greeting[connection] = address[0]
             if len(self._greeting) > MAX_HANDSHAKES:
-                end(oldest_of_busiest(self._greeting))
+                oldest = oldest_of_busiest(self._greeting)
+                del self._greeting[oldest]
+                end(oldest)
         threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
@@ -218,7 +220,7 @@ class Listener:
                 encrypted.do_handshake()
                 shown = encrypted.getpeercert() or {}
             with self._lock:
-                self._greeting.pop(raw)
+                self._greeting.pop(raw, None)
                 if len(self._open) >= MAX_CONNECTIONS:
                     raise Refused(f"there are {MAX_CONNECTIONS} connections already")
                 self._open.add(raw)
