@@ -98,7 +98,8 @@ def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listene
     silent = []
     before = threading.active_count()
     for _ in range(4 * connections.MAX_HANDSHAKES):
-        silent.append(socket.create_connection(("127.0.0.1", listener.port)))
+        silent.append(socket.create_connection(("127.0.0.1", listener.port), 20))
+    assert silent[3 * connections.MAX_HANDSHAKES - 1].recv(1) == b""
     most = before + connections.MAX_HANDSHAKES + 2
     wait_until(lambda: threading.active_count() <= most, "the oldest are sent away", 20)
     connection = connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 20)
