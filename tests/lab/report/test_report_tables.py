@@ -177,6 +177,17 @@ def test_metrics_of_every_kind_know_their_direction(tmp_path):
     assert metric("test_bleu").best([1, 3]) == 3 and metric("test_loss").best([1, 3]) == 1
 
 
+def test_the_summaries_say_which_direction_of_an_own_metric_is_better(tmp_path):
+    for seed, error in ((1, 3.0), (2, 1.0)):
+        folder = tmp_path / str(seed)
+        write_run(folder, seed=seed, measured={"test_error": error})
+        path = folder / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metric": "test_error", "lower_is_better": True}))
+    main = main_metric(find([tmp_path]).runs, None)
+    assert main.arrow == " ↓" and main.best([3.0, 1.0]) == 1.0
+    assert main_metric(find([tmp_path]).runs, "test_error") == main and metric("test_error").higher_is_better is None
+
+
 def test_a_run_that_diverged_leaves_no_mean(tmp_path):
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", seed=1)
