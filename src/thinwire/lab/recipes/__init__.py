@@ -20,8 +20,9 @@ from typing import Any
 
 from ...algorithm import require
 from .base import SMALL, Recipe, Task, TaskMethod
+from .check import check_recipe
 
-__all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "recipes", "tasks"]
+__all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "check_recipe", "recipes", "tasks"]
 
 
 log = logging.getLogger("thinwire")
