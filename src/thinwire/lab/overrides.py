@@ -16,7 +16,7 @@ from __future__ import annotations
 import ast
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import KW_ONLY, fields, is_dataclass, replace
+from dataclasses import KW_ONLY, MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -157,7 +157,17 @@ def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
     """The current dataclass if it is of this kind, else a new one with its defaults."""
     kinds = {kind.__name__: kind for kind in (*_kinds(hint), type(current))}
     require(name in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
-    return current if type(current) is kinds[name] else kinds[name]()
+    kind = kinds[name]
+    if type(current) is kind:
+        return current
+    needed = [
+        item.name for item in fields(kind) if item.init and item.default is MISSING and item.default_factory is MISSING
+    ]
+    require(
+        not needed,
+        f"{'.'.join(path)}.{KIND} {name!r} has no default for {', '.join(needed)}; take a recipe that has one",
+    )
+    return kind()
 
 
 def value_of(word: str) -> Any:

@@ -137,6 +137,14 @@ def test_the_metric_is_what_the_summaries_name(tmp_path):
     assert main_metric(find([tmp_path]).runs, "test_loss").key == "test_loss"
 
 
+def test_runs_of_several_tasks_are_compared_by_the_metric_of_most(tmp_path):
+    for name, metric_of_task in (("a", "early"), ("b", "late"), ("c", "late")):
+        folder = write_run(tmp_path / name, measured={f"test_{metric_of_task}": 1.0})
+        summary = json.loads((folder / "summary.json").read_text()) | {"metric": f"test_{metric_of_task}"}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    assert main_metric(find([tmp_path]).runs, None).key == "test_late"
+
+
 def test_levels_are_no_metric_to_compare_by():
     runs = [Run("diverged", {}, [{"step": 1, "levels": [[0.0, 1.0]], "loss": None}])]
     assert main_metric(runs, "loss").key == "loss"

@@ -95,8 +95,9 @@ def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
     """
     known = on_test_sets(runs)
     if asked is None:
-        named = [m for m in known if any(run.summary.get("metric") == m.key for run in runs)]
-        return next(iter([*named, *known]), None)
+        counts = {m: sum(run.summary.get("metric") == m.key for run in runs) for m in known}
+        # Of runs of several tasks, the metric of most; if none names one, the first.
+        return max(known, key=lambda m: counts[m], default=None)
     if any(asked in row and isinstance(row[asked], (int, float, NoneType)) for run in runs for row in run.rows):
         return next((m for m in known if m.key == asked), metric(asked))
     names = ", ".join(m.key for m in known) or "none"
