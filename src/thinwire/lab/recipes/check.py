@@ -12,6 +12,7 @@ from ..train import RunConfig
 from ..train.data import Batch, Dataset, load
 from ..train.data.base import batch_generator
 from ..train.models import apply
+from ..train.step.training import built
 
 SIZES = (2, 3)
 """Numbers of workers that share out the test set."""
@@ -37,9 +38,7 @@ def check_recipe(config: RunConfig) -> None:
     data = load(config.data)
     batch = _check_batches(config, data)  # first: a digest may be that of a batch
     _check_loading(config, data)
-    torch.manual_seed(config.seed)
-    module = config.model.build(data.num_classes)
-    optimizer = config.optimizer.build(module)
+    module, optimizer = built(config, data)
     scores, _ = apply(module, batch.inputs)
     loss = config.loss(scores, batch.labels)
     is_number = isinstance(loss, Tensor) and loss.ndim == 0 and bool(loss.isfinite())

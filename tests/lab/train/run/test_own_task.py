@@ -309,3 +309,35 @@ def test_a_model_that_returns_no_scores_is_named(value, found):
         ValueError, match=rf"must return scores, a tensor, or \(scores, state\) if it is recurrent; got {found}"
     ):
         apply(Returning(value), (torch.ones(1),))
+
+
+@dataclass(frozen=True)
+class Building(Model):
+    what: str
+
+    def build(self, num_classes: int) -> nn.Module:
+        made: Any = {"nothing": None, "frozen": nn.Linear(3, 1).requires_grad_(False)}[self.what]
+        return made
+
+
+@dataclass(frozen=True)
+class NoOptimizer(Optimizer):
+    learning_rate: float = 0.5
+    weight_decay: float = 0.0
+
+    def build(self, model: nn.Module) -> torch.optim.Optimizer:
+        made: Any = None
+        return made
+
+
+@pytest.mark.parametrize(
+    ("part", "text"),
+    [
+        ({"model": Building("nothing")}, "Building.build must return an nn.Module, got None"),
+        ({"model": Building("frozen")}, "the model of Building has no parameter that is trained"),
+        ({"optimizer": NoOptimizer()}, "NoOptimizer.build must return a torch.optim.Optimizer, got None"),
+    ],
+)
+def test_what_is_built_is_checked_before_the_training(part, text):
+    with pytest.raises(ValueError, match=text):
+        alone(replace(CONFIG, **part))

@@ -246,9 +246,7 @@ def prepare(
     Raises:
         ValueError: strategy, model and optimizer do not fit together.
     """
-    torch.manual_seed(config.seed)
-    model = config.model.build(data.num_classes).to(device)
-    optimizer = config.optimizer.build(model)
+    model, optimizer = built(config, data, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
@@ -267,6 +265,24 @@ def prepare(
     return Training(
         config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual, in_order=data.in_order
     )
+
+
+def built(
+    config: RunConfig, data: Dataset, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with the seed's weights, and its optimizer.
+
+    Raises:
+        ValueError: they are none, or no parameter is trained.
+    """
+    torch.manual_seed(config.seed)
+    model, name = config.model.build(data.num_classes), type(config.model).__name__
+    require(isinstance(model, nn.Module), f"{name}.build must return an nn.Module, got {model!r:.100}")
+    require(any(p.requires_grad for p in model.parameters()), f"the model of {name} has no parameter that is trained")
+    optimizer, name = config.optimizer.build(model.to(device)), type(config.optimizer).__name__
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    require(is_optimizer, f"{name}.build must return a torch.optim.Optimizer, got {optimizer!r:.100}")
+    return model, optimizer
 
 
 def _communicator(
