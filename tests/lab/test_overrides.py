@@ -214,3 +214,21 @@ def test_a_kind_that_has_no_default_is_named():
         overridden(RunConfig("digits"), {"data.kind": "Elsewhere"})
     config = overridden(RunConfig("own", data=Elsewhere("a")), {"data.kind": "Elsewhere", "data.folder": "b"})
     assert config.data == Elsewhere("b")
+
+
+def test_a_name_of_several_kinds_is_refused_unless_it_is_that_of_the_recipe():
+    def same_name(value: str) -> type:
+        @dataclass(frozen=True)
+        class Twin(Data):
+            folder: str = value
+
+            def load(self):
+                raise AssertionError("a configuration is not loaded")
+
+        return Twin
+
+    first, second = same_name("first"), same_name("second")
+    with pytest.raises(ValueError, match=r"several kinds are called 'Twin': .*Twin, .*Twin; take a recipe that has"):
+        overridden(RunConfig("digits"), {"data.kind": "Twin"})
+    for kind in (first, second):
+        assert overridden(RunConfig("own", data=kind()), {"data.kind": "Twin"}).data == kind()

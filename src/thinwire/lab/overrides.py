@@ -160,6 +160,11 @@ def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
     kind = kinds[name]
     if type(current) is kind:
         return current
+    alike = [f"{one.__module__}.{name}" for one in dict.fromkeys(_kinds(hint)) if one.__name__ == name]
+    require(
+        len(alike) < 2,
+        f"several kinds are called {name!r}: {', '.join(alike)}; take a recipe that has the one you mean",
+    )
     needed = [
         item.name for item in fields(kind) if item.init and item.default is MISSING and item.default_factory is MISSING
     ]

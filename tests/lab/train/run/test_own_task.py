@@ -57,7 +57,7 @@ class Numbers(Tensors):
 
 
 @dataclass(frozen=True)
-class SquaredError(Loss):
+class SquareOfError(Loss):
     scale: float = 1.0
 
     def __call__(self, scores, labels):
@@ -90,7 +90,7 @@ CONFIG = RunConfig(
     "own",
     data=Table(),
     model=Line(),
-    loss=SquaredError(),
+    loss=SquareOfError(),
     optimizer=PLAIN,
     workers=2,
     batch_size=4,
@@ -185,10 +185,10 @@ def test_only_data_in_order_carry_the_state_of_a_recurrent_model(in_order):
 def test_own_kinds_are_chosen_by_name_and_come_back_from_a_saved_configuration():
     digits = RunConfig("digits")
     changed = overridden(
-        digits, {"data.kind": "Table", "model.kind": "Line", "model.bias": False, "loss.kind": "SquaredError"}
+        digits, {"data.kind": "Table", "model.kind": "Line", "model.bias": False, "loss.kind": "SquareOfError"}
     )
-    assert (changed.data, changed.model, changed.loss) == (Table(), Line(bias=False), SquaredError())
-    assert changed.as_dict()["loss"] == {"kind": "SquaredError", "scale": 1.0}
+    assert (changed.data, changed.model, changed.loss) == (Table(), Line(bias=False), SquareOfError())
+    assert changed.as_dict()["loss"] == {"kind": "SquareOfError", "scale": 1.0}
 
 
 def test_a_method_without_a_strategy_has_that_of_its_task():
