@@ -46,7 +46,7 @@ def check_recipe(config: RunConfig) -> None:
     loss.backward()
     trained = [p for group in optimizer.param_groups for p in group["params"]]
     require(any(p.grad is not None for p in trained), "the loss gives no parameter of the optimizer a gradient")
-    found = data.metrics(data.checked_sums(scores, batch.labels))
+    found = data.metrics(data.checked_sums(scores.detach(), batch.labels))
     _check_names(found, data)
     _check_test_set(data, module, config.test_batch_size)
 
