@@ -64,3 +64,17 @@ def test_algorithms_without_checks_of_their_own_refuse_it_too():
     with pytest.raises(ValueError, match="Unchecked: share must be of type float, got True"):
         Unchecked(True)
     assert Unchecked(exact=True).exact
+
+
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (lambda: tw.Gossip(tw.Mix(), overlap="x"), "Gossip: overlap"),
+        (lambda: tw.QSGD(zero=0), "QSGD: zero"),
+        (lambda: tw.PowerGossip(warm_start=None), "PowerGossip: warm_start"),
+        (lambda: tw.RandomK(0.1, shared=1), "RandomK: shared"),
+    ],
+)
+def test_what_is_true_or_false_is_nothing_else(build, name):
+    with pytest.raises(ValueError, match=f"{name} must be True or False, got"):
+        build()

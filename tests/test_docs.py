@@ -57,6 +57,7 @@ def test_the_code_of_the_page_runs(pages, page):
     proof = {
         "add-a-codec.md": "check_codec(",
         "add-a-memory.md": "check_memory(",
+        "add-a-recipe.md": "check_recipe(",
         "add-an-averager.md": "check_averager(",
         "add-an-exchange.md": "bytes_sent",
         "add-a-strategy.md": "tw.attach(",

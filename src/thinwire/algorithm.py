@@ -28,20 +28,20 @@ class Algorithm:
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Check bools in every subclass before its own checks, which take True for the number 1."""
+        """Check bools in every subclass before its own checks, which take True for 1, and any text for True."""
         super().__init_subclass__(**options)
         own = vars(cls).get("__post_init__")
         if own is not None:
 
             @functools.wraps(own)
             def checked(self: Algorithm) -> None:
-                _refuse_bools(self)
+                _check_bools(self)
                 own(self)
 
             cls.__post_init__ = checked  # type: ignore[method-assign]  # the same signature
 
     def __post_init__(self) -> None:
-        _refuse_bools(self)
+        _check_bools(self)
 
     @functools.cached_property
     def is_constant(self) -> bool:
@@ -89,13 +89,15 @@ def _algorithms_in(value: object) -> Iterator[Algorithm]:
             yield from _algorithms_in(item)
 
 
-def _refuse_bools(algorithm: Algorithm) -> None:
-    """Raise ValueError if a field of another type than bool is True or False, or a tuple with one of them."""
+def _check_bools(algorithm: Algorithm) -> None:
+    """Raise ValueError if a bool is something else, or another field is True or False, or a tuple with one of them."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
         has_bool = isinstance(value, bool) or (isinstance(value, tuple) and any(isinstance(v, bool) for v in value))
         if has_bool and "bool" not in str(field.type):
             raise ValueError(f"{type(algorithm).__name__}: {field.name} must be of type {field.type}, got {value}")
+        if field.type in ("bool", bool) and not isinstance(value, bool):
+            raise ValueError(f"{type(algorithm).__name__}: {field.name} must be True or False, got {value!r}")
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

@@ -200,6 +200,32 @@ def test_local_updates_take_it():
     assert len(set(tw.LocalWorld(3).run(worker))) == 1
 
 
+def test_fragments_of_local_updates_need_not_have_every_pattern():
+    """A pattern needs a parameter in the model, not in each of its fragments."""
+
+    def worker(comm, strategy):
+        model = make_model()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, strategy, comm=comm) as handle:
+            torch.manual_seed(comm.rank)
+            for _ in range(4):
+                optimizer.zero_grad()
+                sum(p.square().sum() * torch.rand(()) for p in model.parameters()).backward()
+                optimizer.step()
+            handle.synchronize()
+            handle.load_state_dict(handle.state_dict())
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    last = [name for name, _ in make_model().named_parameters()][-1]
+    policy = tw.ByName({last: tw.Mean(tw.Cast()), "*": tw.Mean()})
+    results = tw.LocalWorld(2, timeout_seconds=30).run(worker, tw.Local(policy, every=4, fragments=2))
+    assert torch.equal(results[0], results[1])
+    with pytest.raises(ValueError, match=r"pattern 'nothing\*' gets no parameter"):
+        tw.LocalWorld(2, timeout_seconds=30).run(
+            worker, tw.Local(tw.ByName({"nothing*": tw.Mean(), "*": tw.Mean()}), every=4, fragments=2)
+        )
+
+
 def test_mistakes_of_the_constructor():
     for build, message in (
         (lambda: tw.ByName({}), "at least one pattern"),

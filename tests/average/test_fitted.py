@@ -612,3 +612,17 @@ def test_a_layer_without_a_gradient_counts_nothing(averager):
     assert all(math.isfinite(value) for value in found.values())
     assert found["bits/unused"] == min(value for name, value in found.items() if name.startswith("bits/"))
     assert found["bits/head"] > found["bits/unused"]
+
+
+@pytest.mark.parametrize("budget", [4, "line", tw.QSGD(bits=4)])
+def test_layers_without_elements_take_part_in_a_round(budget):
+    def worker(comm):
+        averager = tw.Mean(tw.Fitted(budget), tw.ErrorFeedback())
+        tensors = [("a", torch.zeros(0, 4)), ("b", torch.zeros(3, 0))]
+        state = averager.init(tensors, comm)
+        for _ in range(3):
+            averager.step(state, tensors, comm).wait()
+            assert averager.commit(state)
+        return averager.diagnostics(state)
+
+    assert tw.LocalWorld(2).run(worker) == [{"bits/a": 0.0, "bits/b": 0.0}] * 2

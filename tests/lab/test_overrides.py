@@ -12,6 +12,8 @@ import pytest
 import thinwire as tw
 from thinwire.algorithm import Algorithm
 from thinwire.lab.overrides import overridden
+from thinwire.lab.train import RunConfig
+from thinwire.lab.train.data import Data
 from thinwire.notation import parse, register
 
 
@@ -195,3 +197,38 @@ def test_wrong_parts_get_one_line(text, values, complaint):
     with pytest.raises(ValueError) as caught:
         overridden(Config(text), values)
     assert complaint in str(caught.value) and "\n" not in str(caught.value)
+
+
+@dataclass(frozen=True)
+class Elsewhere(Data):
+    folder: str
+
+    def load(self):
+        raise AssertionError("a configuration is not loaded")
+
+
+def test_a_kind_that_has_no_default_is_named():
+    with pytest.raises(
+        ValueError, match=r"data.kind 'Elsewhere' has no default for folder; take a recipe that has one"
+    ):
+        overridden(RunConfig("digits"), {"data.kind": "Elsewhere"})
+    config = overridden(RunConfig("own", data=Elsewhere("a")), {"data.kind": "Elsewhere", "data.folder": "b"})
+    assert config.data == Elsewhere("b")
+
+
+def test_a_name_of_several_kinds_is_refused_unless_it_is_that_of_the_recipe():
+    def same_name(value: str) -> type:
+        @dataclass(frozen=True)
+        class Twin(Data):
+            folder: str = value
+
+            def load(self):
+                raise AssertionError("a configuration is not loaded")
+
+        return Twin
+
+    first, second = same_name("first"), same_name("second")
+    with pytest.raises(ValueError, match=r"several kinds are called 'Twin': .*Twin, .*Twin; take a recipe that has"):
+        overridden(RunConfig("digits"), {"data.kind": "Twin"})
+    for kind in (first, second):
+        assert overridden(RunConfig("own", data=kind()), {"data.kind": "Twin"}).data == kind()

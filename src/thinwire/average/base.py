@@ -92,6 +92,13 @@ class Averager(Algorithm, ABC):
         """What was found out or chosen in the last rounds, by name; empty where nothing is."""
         return {}
 
+    def check_names(self, names: list[str], rank: int) -> None:
+        """Check that the averager suits a model with parameters of these names. `init` may get a part of them.
+
+        Raises:
+            ValueError: it does not; the message names the rank.
+        """
+
     def regroup(self, state: Any, tensors: NamedTensors, comm: Communicator, before: Before = None) -> None:
         """Continue with other workers. All of them call it together, between two rounds; it may communicate.
 

@@ -80,7 +80,7 @@ class ByName(Averager):
 
     Raises:
         ValueError: no pattern, a child that is not such an averager, or children of which only some apply momentum. In
-            `init`: a parameter that no pattern matches, or a pattern that gets no parameter.
+            `init`: a parameter that no pattern matches. In `check_names`: also a pattern that gets no parameter of the model.
 
     Source: what is kept out of compression by name is usual practice, such as embeddings and norms in 1-bit Adam, Tang
     et al. 2021, arXiv 2102.02888.
@@ -177,6 +177,10 @@ class ByName(Averager):
             not unmatched,
             f"rank {rank}: ByName has no pattern for {unmatched[:5]}, got {patterns}; add '*' as the last pattern",
         )
+        return owners
+
+    def check_names(self, names: list[str], rank: int) -> None:
+        patterns, owners = list(self._children), self._owners(names, rank)
         for pattern in patterns:
             earlier = any(fnmatchcase(name, pattern) for name in names)
             why = "earlier patterns match all of its parameters" if earlier else f"the parameters are {names[:5]}"
@@ -184,7 +188,7 @@ class ByName(Averager):
                 pattern in owners.values(),
                 f"rank {rank}: ByName's pattern {pattern!r} gets no parameter: {why}; remove or reorder it",
             )
-        return owners
+            self._children[pattern].check_names([name for name, owner in owners.items() if owner == pattern], rank)
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         parts = _split(tensors, state.owners, self._children)

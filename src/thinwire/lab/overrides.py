@@ -2,8 +2,8 @@
 
 A path has field names with dots between them, such as `optimizer.schedule.shape`.
 
-- If a field can be one of several dataclasses (`optimizer` is an `SGD` or an `Adam`), the path `optimizer.kind` chooses one by
-  name; its other fields then start at their defaults.
+- If a field can be one of several dataclasses (an `Optimizer` is an `SGD` or an `Adam`), the path `optimizer.kind` chooses one
+  by name; its other fields then start at their defaults. All dataclasses that are derived from the field's type can be chosen.
 - If a field is the notation of an algorithm, the path goes on through the algorithm's parts: `strategy.averager.codec.ratio`.
   A part that is an algorithm is notation too: `strategy.averager.codec = "TopK(0.01)"`. The whole and parts of it may be given
   together.
@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import ast
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, MISSING, fields, is_dataclass, replace
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -155,10 +155,24 @@ def _check_known(path: tuple[str, ...], known: Sequence[str], kind: str = "") ->
 
 def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
     """The current dataclass if it is of this kind, else a new one with its defaults."""
-    members = (*_members(hint), type(current))
-    kinds = {kind.__name__: kind for kind in members if isinstance(kind, type) and is_dataclass(kind)}
+    kinds = {kind.__name__: kind for kind in (*_kinds(hint), type(current))}
     require(name in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
-    return current if type(current) is kinds[name] else kinds[name]()
+    kind = kinds[name]
+    if type(current) is kind:
+        return current
+    alike = [f"{one.__module__}.{name}" for one in dict.fromkeys(_kinds(hint)) if one.__name__ == name]
+    require(
+        len(alike) < 2,
+        f"several kinds are called {name!r}: {', '.join(alike)}; take a recipe that has the one you mean",
+    )
+    needed = [
+        item.name for item in fields(kind) if item.init and item.default is MISSING and item.default_factory is MISSING
+    ]
+    require(
+        not needed,
+        f"{'.'.join(path)}.{KIND} {name!r} has no default for {', '.join(needed)}; take a recipe that has one",
+    )
+    return kind()
 
 
 def value_of(word: str) -> Any:
@@ -175,6 +189,15 @@ def value_of(word: str) -> Any:
     except (ValueError, SyntaxError):
         return word
     return word if value is None else value
+
+
+def _kinds(hint: Any) -> Iterator[Any]:
+    """All dataclasses of a type that can be made, in the order in which they were defined."""
+    for member in _members(hint):
+        if is_dataclass(member) and not inspect.isabstract(member):
+            yield member
+        if isinstance(member, type):
+            yield from (kind for below in member.__subclasses__() for kind in _kinds(below))
 
 
 def _members(hint: Any) -> tuple[Any, ...]:
@@ -259,12 +282,13 @@ def expected(hint: Any) -> str:
     if isinstance(hint, type) and issubclass(hint, Algorithm):
         return f"a {hint.__name__.lower()} in Python's notation"
     if any(map(_is_table, _members(hint))):
-        return f"a table; choose with .{KIND} one of {', '.join(kind.__name__ for kind in _members(hint))}"
+        return f"a table; choose with .{KIND} one of {', '.join(kind.__name__ for kind in _kinds(hint))}"
     return "'none'" if hint is NoneType else EXPECTED.get(hint, "a list")
 
 
 def _is_table(hint: Any) -> bool:
-    return is_dataclass(hint) and not (isinstance(hint, type) and issubclass(hint, Algorithm))
+    is_own = isinstance(hint, type) and not issubclass(hint, Algorithm)
+    return is_own and (is_dataclass(hint) or inspect.isabstract(hint))
 
 
 def _nearest(value: Any, hint: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 
@@ -46,9 +47,11 @@ def parse_seconds(text: str) -> float:
 
 def _number(digits: str, text: str) -> float:
     try:
-        return float(digits)
+        number = float(digits)
     except ValueError:
-        raise ValueError(f"cannot read the number in {text!r}; write it such as 0.5") from None
+        number = math.inf
+    require(number < math.inf, f"cannot read the number in {text!r}; write it such as 0.5")
+    return number
 
 
 @dataclass(frozen=True)

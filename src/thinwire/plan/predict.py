@@ -41,7 +41,8 @@ class Workload:
 
     def __post_init__(self) -> None:
         require(len(self.shapes) > 0, "a plan needs a model of at least one parameter")
-        require(self.compute_seconds >= 0, f"compute must be 0 seconds or more, got {self.compute_seconds}")
+        is_time = 0 <= self.compute_seconds < math.inf
+        require(is_time, f"compute must be 0 seconds or more, and finite, got {self.compute_seconds}")
 
     @classmethod
     def of(cls, model: int | Iterable[torch.Tensor], compute_seconds: float) -> Workload:

@@ -180,7 +180,7 @@ class AveragerAttachment(Attachment):
 
     @property
     def num_skipped(self) -> int:
-        """Number of steps that were skipped because they were not finite."""
+        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
         return self._nonfinite.num_skipped
 
     def set_epoch(self, epoch: int) -> None:

@@ -84,6 +84,7 @@ def consensus(
     require_integer("consensus: every", every, 1)
     comm.check_agreement({"averager": averager, "rounds": rounds, "seed": seed, "every": every})
     state = averager.init(tensors, comm, seed)
+    averager.check_names([name for name, _ in tensors], comm.rank)
     mean = comm.all_reduce(_flat(tensors)).wait() / comm.size
     records, sent = [], torch.zeros(2, dtype=torch.float64, device="cpu")
     for round in range(rounds + 1):

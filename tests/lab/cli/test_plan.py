@@ -126,6 +126,15 @@ def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, mo
     [
         (["--rate", "fast"], "cannot read the rate"),
         (["--parameters", "many"], "cannot read the number of parameters"),
+        (["--parameters", "99999999999999B"], "cannot read the number of parameters"),
+        (["--workers", "1000000"], "a plan has at most 10,000 workers, got 1,000,000"),
+        (["--rate", "1e400gbit"], "cannot read the number in '1e400gbit'"),
+        (["--compute", "inf"], "compute must be 0 seconds or more, and finite, got inf"),
+        (["--model", "math:pi"], "--model math:pi must be a function that returns the model, got 3.14"),
+        (
+            ["--model", "fractions:Fraction"],
+            "--model fractions:Fraction must return the model, an nn.Module, got Fraction",
+        ),
         (["--workers", "6", "--per-node", "4"], "cannot be nodes of 4"),
         (["--model", "nowhere"], "package.module:function"),
         (["--model", "nowhere:net"], "cannot import"),

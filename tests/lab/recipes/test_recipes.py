@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -227,3 +229,36 @@ def test_small_versions_take_real_steps(name, images, tmp_path, monkeypatch):
     assert run.summary["recipe"] == name and run.summary["bytes_sent_per_worker"] > 0
     assert [row["step"] for row in run.rows] == [1, 2]
     assert all(row["loss"] > 0 for row in run.rows)
+
+
+OWN = RunConfig("own")
+METHODS = {"": TaskMethod("dense")}
+
+
+@pytest.mark.parametrize(
+    ("added", "text"),
+    [
+        (Task("Own", OWN, METHODS), "they must be a tuple of `Task`, got Task("),
+        ((OWN,), "they must be a tuple of `Task`, got (RunConfig("),
+        ((Task("Own", RunConfig("digits"), METHODS),), "there is a recipe 'digits' already; choose another name"),
+        (
+            (Task("Own", OWN, METHODS), Task("Own", OWN, METHODS)),
+            "there is a recipe 'own' already; choose another name",
+        ),
+        (
+            (Task("Own", OWN, {"": TaskMethod("dense", "Gradients(Meen())")}),),
+            "unknown name 'Meen'; did you mean 'Mean'?",
+        ),
+    ],
+)
+def test_a_wrong_package_leaves_the_recipes_of_all_others(added, text, monkeypatch, caplog):
+    right = SimpleNamespace(value="right:TASKS", dist=None, load=lambda: [Task("Right", RunConfig("right"), METHODS)])
+    wrong = SimpleNamespace(value="wrong:TASKS", dist=SimpleNamespace(name="wrong"), load=lambda: added)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [wrong, right])
+    recipes.cache_clear()
+    monkeypatch.setattr(logging.getLogger("thinwire"), "propagate", True)
+    try:
+        assert set(recipes()) == {*ALL, "right"}
+    finally:
+        recipes.cache_clear()
+    assert f"the recipes wrong:TASKS of the package wrong are left out: {text}" in caplog.text

@@ -137,6 +137,14 @@ def test_the_metric_is_what_the_summaries_name(tmp_path):
     assert main_metric(find([tmp_path]).runs, "test_loss").key == "test_loss"
 
 
+def test_runs_of_several_tasks_are_compared_by_the_metric_of_most(tmp_path):
+    for name, metric_of_task in (("a", "early"), ("b", "late"), ("c", "late")):
+        folder = write_run(tmp_path / name, measured={f"test_{metric_of_task}": 1.0})
+        summary = json.loads((folder / "summary.json").read_text()) | {"metric": f"test_{metric_of_task}"}
+        (folder / "summary.json").write_text(json.dumps(summary))
+    assert main_metric(find([tmp_path]).runs, None).key == "test_late"
+
+
 def test_levels_are_no_metric_to_compare_by():
     runs = [Run("diverged", {}, [{"step": 1, "levels": [[0.0, 1.0]], "loss": None}])]
     assert main_metric(runs, "loss").key == "loss"
@@ -175,6 +183,17 @@ def test_metrics_of_every_kind_know_their_direction(tmp_path):
         ("mean_model_test_perplexity", False),
     ]
     assert metric("test_bleu").best([1, 3]) == 3 and metric("test_loss").best([1, 3]) == 1
+
+
+def test_the_summaries_say_which_direction_of_an_own_metric_is_better(tmp_path):
+    for seed, error in ((1, 3.0), (2, 1.0)):
+        folder = tmp_path / str(seed)
+        write_run(folder, seed=seed, measured={"test_error": error})
+        path = folder / "summary.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"metric": "test_error", "lower_is_better": True}))
+    main = main_metric(find([tmp_path]).runs, None)
+    assert main.arrow == " ↓" and main.best([3.0, 1.0]) == 1.0
+    assert main_metric(find([tmp_path]).runs, "test_error") == main and metric("test_error").higher_is_better is None
 
 
 def test_a_run_that_diverged_leaves_no_mean(tmp_path):

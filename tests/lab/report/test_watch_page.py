@@ -25,7 +25,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from thinwire.lab.cli import main
 from thinwire.lab.report.exporters import prometheus
-from thinwire.lab.report.watch import MAX_CALLERS, MAX_ROWS, server, snapshot, sparkline, state_of
+from thinwire.lab.report.watch import MAX_CALLERS, MAX_ROWS, figures, server, snapshot, sparkline, state_of
 from thinwire.lab.train.results.metrics_files import COLUMNS
 
 DASHBOARD = Path(__file__).parents[3] / "examples" / "watch" / "grafana.json"
@@ -249,3 +249,8 @@ def test_a_taken_port_is_one_line(run, capsys):
         taken.listen()
         assert main(["watch", str(run), "--serve", str(taken.getsockname()[1])]) == 2
     assert "Address already in use; give another port" in capsys.readouterr().err
+
+
+def test_metrics_of_an_own_task_are_shown_too(tmp_path):
+    write_run(tmp_path / "run", measured={"mean_error": 3.0, "test_mean_error": 0.5})
+    assert ("test mean error", "0.5") in figures(snapshot(tmp_path / "run"))

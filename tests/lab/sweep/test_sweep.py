@@ -226,6 +226,7 @@ def test_fields_within_fields_may_not_count_either():
         ("recipe = 'digits'\n[gird]\nseed = [1]", "unknown entry 'gird'; did you mean 'grid'?"),
         ("recipe = 'digits'\nfixed = 3", "fixed must be a table, [fixed], got 3"),
         ("recipe = 'digits'\ngrid = 3", "grid must be a table, [grid], or several, [[grid]], got 3"),
+        ("recipe = 'digits'\ngrid = [3]", "grid must be a table, [grid], or several, [[grid]], got 3"),
         ("recipe = 'digits'\n[list]\nseed = 3", "list must be a list of tables, [[list]]"),
         ("recipe = 'digits'\n[fixed]\nsede = 1", "unknown field 'sede'; did you mean 'seed'?"),
         ("recipe = 'digits'\n[fixed]\nepochs = 'ten'", "epochs must be a whole number, got 'ten'"),

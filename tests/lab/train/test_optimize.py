@@ -89,7 +89,7 @@ def test_the_rate_in_the_loss_multiplies_gradients():
         for rate in (0.5, 0.125):
             with torch.no_grad():
                 model.weight.zero_()
-            set_learning_rate(optimizer, rate)
+            set_learning_rate(optimizer, rate, [1.0])
             training.step([Batch((torch.tensor([[1.0, 2.0]]),), torch.tensor([i])) for i in (0, 0)])
             changes.append(model.weight.detach().clone())
         strategy.detach()
@@ -130,7 +130,7 @@ def test_a_step_without_gradient_shrinks_what_decays_and_leaves_the_rest():
     model = nn.Linear(2, 2)
     before = [p.detach().clone() for p in model.parameters()]
     optimizer = SGD(learning_rate=1.0, weight_decay=0.25, momentum=0.0).build(model)
-    set_learning_rate(optimizer, 0.5)
+    set_learning_rate(optimizer, 0.5, [1.0, 1.0])
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()

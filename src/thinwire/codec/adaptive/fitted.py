@@ -275,9 +275,10 @@ class Fitted(AdaptiveCodec):
             return self.codecs.index(self._reference)
         num_bytes = [codec.nbytes(sizes) for codec in self.codecs]
         fitting = [i for i, n in enumerate(num_bytes) if n <= budget]
+        numel = _numel(sizes)
         require(
-            bool(fitting) or self.budget == LINE,
-            f"Fitted: a budget of {8 * budget / _numel(sizes):.4g} bits an element is {int(budget)} bytes, and the smallest "
+            bool(fitting) or self.budget == LINE or numel == 0,
+            f"Fitted: a budget of {8 * budget / max(1, numel):.4g} bits an element is {int(budget)} bytes, and the smallest "
             f"candidate, {self.codecs[int(np.argmin(num_bytes))]}, takes {min(num_bytes)}; give a larger budget or a smaller "
             "candidate",
         )

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...algorithm import require
 from ...schedule import Schedule
 from ..traits import Traits
 from ..types import Selection
@@ -57,8 +56,6 @@ class RandomK(Sparsifier):
 
     def __post_init__(self) -> None:
         check_ratio(self, self.ratio)
-        for name in ("shared", "scaled"):
-            require(isinstance(getattr(self, name), bool), f"RandomK: {name} must be True or False")
 
     @cached_property
     def traits(self) -> Traits:

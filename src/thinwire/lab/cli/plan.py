@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from ...plan import Network, Prediction
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
+_MOST_PARAMETERS = 10**15
+_MOST_WORKERS = 10_000  # which take a minute; the time grows with their number
 _NUM_CLASSES = 10  # of a recipe's model; its data is not read, and the last layer is small
 
 
@@ -110,14 +112,17 @@ def parse_count(text: str) -> int:
         1500000000
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb]?)", text.strip().lower())
-    if match is None or (number := round(float(match[1]) * _COUNTS[match[2]])) < 1:
-        raise ValueError(f"cannot read the number of parameters {text!r}; write it such as 25M")
-    return number
+    number = 0.0 if match is None else float(match[1]) * _COUNTS[match[2]]
+    if not 0.5 < number <= _MOST_PARAMETERS:
+        raise ValueError(f"cannot read the number of parameters {text!r}; write it such as 25M, at most 1000000B")
+    return round(number)
 
 
 def _network(asked: PlanOptions) -> Network:
     from ...plan import Link, Network
 
+    fits = asked.workers <= _MOST_WORKERS
+    require(fits, f"a plan has at most {_MOST_WORKERS:,} workers, got {asked.workers:,}; methods scale on from there")
     inner = Link.of(asked.inner_rate, asked.inner_latency)
     return Network(
         asked.workers, asked.per_node, outer=Link.of(asked.rate, asked.latency), inner=inner, cores=asked.cores
@@ -144,7 +149,16 @@ def _own_model(notation: str | None) -> Callable[[], nn.Module] | None:
         build: Callable[[], nn.Module] = getattr(import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import --model {notation}: {error}") from None
-    return build
+    require(callable(build), f"--model {notation} must be a function that returns the model, got {build!r:.100}")
+    return lambda: _module(build(), notation)
+
+
+def _module(built: Any, notation: str) -> nn.Module:
+    from torch import nn
+
+    require(isinstance(built, nn.Module), f"--model {notation} must return the model, an nn.Module, got {built!r:.100}")
+    module: nn.Module = built
+    return module
 
 
 def _inputs(notation: str | None) -> Callable[[], Any] | None:

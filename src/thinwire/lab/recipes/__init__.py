@@ -16,10 +16,13 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
 from types import MappingProxyType
+from typing import Any
 
+from ...algorithm import require
 from .base import SMALL, Recipe, Task, TaskMethod
+from .check import check_recipe
 
-__all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "recipes", "tasks"]
+__all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "check_recipe", "recipes", "tasks"]
 
 
 log = logging.getLogger("thinwire")
@@ -28,12 +31,12 @@ ENTRY_POINT_GROUP = "thinwire.recipes"
 
 
 def tasks() -> list[Task]:
-    """All tasks. Those of an installed package that cannot be read are left out, with a warning."""
+    """All tasks. Those of an installed package that are wrong are left out, with a warning."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     found = [task for module in modules for task in getattr(module, "TASKS", ())]
     for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP):
         try:
-            found += entry.load()
+            found += _checked(entry.load(), {name for task in found for name in task.recipes()})
         # A broken package must not take away the recipes of all others.
         except Exception as error:
             package = "" if entry.dist is None else entry.dist.name
@@ -41,6 +44,20 @@ def tasks() -> list[Task]:
                 f"the recipes {entry.value} of the package {package} are left out: {error}; mend or uninstall it"
             )
     return found
+
+
+def _checked(added: Any, known: set[str]) -> list[Task]:
+    """The tasks of an installed package.
+
+    Raises:
+        ValueError: they are no tasks, or one of their recipes cannot be made or has a name that is known already.
+    """
+    is_tasks = isinstance(added, (list, tuple)) and all(isinstance(task, Task) for task in added)
+    require(is_tasks, f"they must be a tuple of `Task`, got {added!r:.100}")
+    names = [name for task in added for name in task.recipes()]
+    taken = [name for i, name in enumerate(names) if name in known or name in names[:i]]
+    require(not taken, f"there is a recipe {', '.join(map(repr, taken))} already; choose another name")
+    return list(added)
 
 
 @cache

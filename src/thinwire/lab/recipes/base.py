@@ -32,14 +32,14 @@ class TaskMethod:
 
     Args:
         about: a line: what is sent, and the paper (arXiv number) unless it is the task's own.
-        strategy: what is averaged, when and how.
+        strategy: what is averaged, when and how; None => that of the task's configuration.
         small_strategy: that of the small recipe, such as one with earlier updates; None => the same.
         changes: fields of `RunConfig` that this method changes.
         small_changes: the same for the small recipe, which ignores `changes`.
     """
 
     about: str
-    strategy: str = "Gradients(Mean())"
+    strategy: str | None = None
     small_strategy: str | None = None
     changes: Mapping[str, Any] = field(default_factory=dict)
     small_changes: Mapping[str, Any] = field(default_factory=dict)
@@ -86,8 +86,8 @@ class Task:
         return f"{self.full.recipe}-{method}" if method else self.full.recipe
 
 
-def _recipe(name: str, about: str, base: RunConfig, strategy: str, changes: Mapping[str, Any]) -> Recipe:
-    config = replace(base, recipe=name, strategy=strategy, **changes)
+def _recipe(name: str, about: str, base: RunConfig, strategy: str | None, changes: Mapping[str, Any]) -> Recipe:
+    config = replace(base, recipe=name, strategy=strategy or base.strategy, **changes)
     return Recipe(about, replace(config, optimizer=momentum_applied_once(config)))
 
 

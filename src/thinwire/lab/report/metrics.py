@@ -70,12 +70,21 @@ def on_test_sets(runs: Sequence[Run]) -> list[Metric]:
     """All metrics on test sets that these runs have, those of the mean model last."""
     keys = {key for run in runs for row in run.rows for key in row}
     tested = [key for key in keys if key.removeprefix(MEAN_MODEL).startswith("test_")]
+    directions = {run.summary["metric"]: not run.summary["lower_is_better"] for run in runs if _is_directed(run)}
 
     def place(key: str) -> tuple[bool, int, str]:
         kind = key.removeprefix(MEAN_MODEL).removeprefix("test_")
         return (key.startswith(MEAN_MODEL), PREFERRED.index(kind) if kind in PREFERRED else len(PREFERRED), kind)
 
-    return [metric(key) for key in sorted(tested, key=place)]
+    found = [metric(key) for key in sorted(tested, key=place)]
+    # Of a metric that is not known here, the data set says which direction is better.
+    return [
+        m._replace(higher_is_better=directions.get(m.key.removeprefix(MEAN_MODEL), m.higher_is_better)) for m in found
+    ]
+
+
+def _is_directed(run: Run) -> bool:
+    return isinstance(run.summary.get("lower_is_better"), bool) and isinstance(run.summary.get("metric"), str)
 
 
 def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
@@ -86,10 +95,11 @@ def main_metric(runs: Sequence[Run], asked: str | None) -> Metric | None:
     """
     known = on_test_sets(runs)
     if asked is None:
-        named = [m for m in known if any(run.summary.get("metric") == m.key for run in runs)]
-        return next(iter([*named, *known]), None)
+        counts = {m: sum(run.summary.get("metric") == m.key for run in runs) for m in known}
+        # Of runs of several tasks, the metric of most; if none names one, the first.
+        return max(known, key=lambda m: counts[m], default=None)
     if any(asked in row and isinstance(row[asked], (int, float, NoneType)) for run in runs for row in run.rows):
-        return metric(asked)
+        return next((m for m in known if m.key == asked), metric(asked))
     names = ", ".join(m.key for m in known) or "none"
     raise ValueError(f"no run has the metric {asked!r}; test metrics that there are: {names}")
 

@@ -100,7 +100,11 @@ def figures(seen: dict[str, Any]) -> list[tuple[str, str]]:
         [('step', '3'), ('loss', '0.25'), ('sent by a worker', '2 MB'), ('fewer than fp32', '4 times')]
     """
     now = seen["now"]
-    known = [(words, now[key], form) for key, words, form in _FIGURES if now.get(key) is not None]
+    names = {key for key, _, _ in _FIGURES}
+    own = [(key, key.replace("_", " "), _number) for key in now if key.startswith("test_") and key not in names]
+    place = next(i for i, (key, _, _) in enumerate(_FIGURES) if key == "learning_rate")
+    listed = [*_FIGURES[:place], *own, *_FIGURES[place:]]  # with metrics of the data set that are not known here
+    known = [(words, now[key], form) for key, words, form in listed if now.get(key) is not None]
     shown = [(words, form(value)) for words, value, form in known]
     if now.get("bytes_sent") and now.get("dense_fp32_bytes"):
         place = next(i for i, (words, _) in enumerate(shown) if words == "sent by a worker")

@@ -127,6 +127,7 @@ def _sweep(file: Path, table: Mapping[str, Any]) -> Sweep:
     fixed = _unique(flat(table.get("fixed", {})))
     runs: dict[str, PlannedRun] = {}
     for grid in grids if isinstance(grids, list) else [grids]:
+        require(isinstance(grid, Mapping), f"grid must be {SHAPES['grid'][1]}, got {grid!r}")
         for varied in points(grid, table.get("list", [])):
             run = planned(command, table.get("recipe"), fixed, varied, output)
             other = runs.setdefault(run.identity, run)

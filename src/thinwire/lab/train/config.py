@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import re
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,23 +17,13 @@ from ...comm.transport import Transport
 from ...options import require_integer, require_number
 from ...plan import Link, Network
 from ...strategy import AveragerAttachment, Averaging
-from .data import CIFAR10, Digits, ImageFolder, ParallelText, PlainText, WikiText2
-from .loss import CrossEntropy
-from .models import (
-    GPT,
-    VGG16,
-    AlexNet,
-    CIFARResNet,
-    DigitsNet,
-    LSTMLanguageModel,
-    ResNet,
-    ResNet9,
-    Transformer,
-)
-from .optimize import DGCSGD, SGD, Adam, Muon
+from .data import Data, Digits
+from .loss import CrossEntropy, Loss
+from .models import GPT, DigitsNet, Model
+from .optimize import SGD, Optimizer
 
-DataConfig = Digits | CIFAR10 | ImageFolder | WikiText2 | PlainText | ParallelText
-ModelConfig = DigitsNet | ResNet9 | AlexNet | CIFARResNet | ResNet | VGG16 | LSTMLanguageModel | GPT | Transformer
+PARTS = {"data": Data, "model": Model, "loss": Loss, "optimizer": Optimizer}
+"""Fields that are configurations of one of several kinds, and the base of these."""
 LEAST = {
     **dict.fromkeys(("workers", "epochs", "batch_size", "accumulate", "log_every", "threads", "evaluate_every"), 1),
     **dict.fromkeys(("test_batch_size", "keep", "per_node", "min_workers"), 1),
@@ -75,10 +65,10 @@ class RunConfig:
     shuffled: float = 0.0
     """With by-class and by-position, share of the examples that is split evenly all the same, 0..1; higher => workers differ
     less."""
-    data: DataConfig = field(default_factory=Digits)
-    model: ModelConfig = field(default_factory=DigitsNet)
-    loss: CrossEntropy = field(default_factory=CrossEntropy)
-    optimizer: SGD | Adam | DGCSGD | Muon = field(default_factory=SGD)
+    data: Data = field(default_factory=Digits)
+    model: Model = field(default_factory=DigitsNet)
+    loss: Loss = field(default_factory=CrossEntropy)
+    optimizer: Optimizer = field(default_factory=SGD)
     clip_norm: float | None = None
     """Clip the gradient to this norm: the averaged gradient, or each worker's own if parameters are averaged. None clips
     nothing. (With `MomentumCorrection` use its own `clip` instead.)"""
@@ -165,6 +155,10 @@ class RunConfig:
     """Threads of each worker, for PyTorch and for the C++ kernels; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):
+        for name, base in PARTS.items():
+            part = getattr(self, name)
+            is_part = isinstance(part, base) and is_dataclass(part)
+            require(is_part, f"{name} must be a frozen dataclass derived from {base.__name__}, got {part!r:.100}")
         for name, least in LEAST.items():
             require_integer(name, getattr(self, name), least)
         for name in ("max_steps", "checkpoint_every"):
@@ -290,9 +284,27 @@ class RunConfig:
         return "-".join([self.recipe, "-".join(words)[:160], f"seed{self.seed}"]).lower()
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values for JSON: the strategy as its `repr`; data, model, loss and optimizer with their `kind`."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self), default=str))  # paths become text, tuples lists
-        for name in ("data", "model", "loss", "optimizer"):
+        """Plain values for JSON: the strategy as its `repr`; data, model, loss and optimizer with their `kind`.
+
+        Raises:
+            ValueError: a part has a field that is no plain value, or the strategy cannot be read.
+        """
+        plain = {name: _plain(name, value) for name, value in asdict(self).items()}
+        for name in PARTS:
             # `overridden` chooses the class by its kind.
             plain[name] = {"kind": type(getattr(self, name)).__name__} | plain[name]
         return plain | {"strategy": repr(self.parsed_strategy())}
+
+
+def _plain(where: str, value: Any) -> Any:
+    """A value for JSON: paths become text, tuples lists."""
+    if isinstance(value, Mapping):
+        return {name: _plain(f"{where}.{name}", item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(where, item) for item in value]
+    if isinstance(value, Path):
+        return str(value)
+    is_plain = value is None or isinstance(value, (str, int, float))
+    # The text of others may differ in every process, and then no run could go on.
+    require(is_plain, f"{where} must be text, a number, a path, or a list or table of these, got {value!r:.100}")
+    return value

@@ -1,7 +1,11 @@
-"""The training loss."""
+"""The training loss: a frozen dataclass that compares scores with labels.
+
+A task whose labels are no classes has a `Loss` of its own, and a data set with metrics of its own.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -11,8 +15,16 @@ from ...options import require_number
 from .data import IGNORE
 
 
+class Loss(ABC):
+    """A loss's configuration: frozen, printable, equal by value."""
+
+    @abstractmethod
+    def __call__(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar. Scores are what the module returns, labels those of the `Batch`."""
+
+
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Loss):
     """Cross-entropy in nats with label smoothing: a share e of each label is spread over all C classes.
 
         loss = -(1 - e) log p[label] - (e / C) sum_c log p[c]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fnmatch
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -140,7 +141,10 @@ class Optimizer(ABC):
 
     @abstractmethod
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
-        """Build the `torch.optim` optimizer over the model's parameters."""
+        """Build the `torch.optim` optimizer over the model's parameters.
+
+        Groups may have learning rates of their own: each stays the same multiple of `learning_rate` in all steps.
+        """
 
     def learning_rate_at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
         """Learning rate of a step, 0..num_steps-1, on this many workers."""
@@ -309,7 +313,7 @@ class Muon(Optimizer):
         )
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
-    """Give all parameter groups this learning rate."""
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float, multiples: Sequence[float]) -> None:
+    """Give each parameter group its multiple of this learning rate."""
+    for group, multiple in zip(optimizer.param_groups, multiples, strict=True):
+        group["lr"] = learning_rate * multiple

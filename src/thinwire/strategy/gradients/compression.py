@@ -140,6 +140,7 @@ class GradientCompression(AveragerAttachment):
 
     def _begin(self, comm: Communicator) -> None:
         state = self.averager.init(self._tensors(), comm, self._seed)
+        self.averager.check_names([name for name, _ in self._tensors()], comm.rank)
         self._record = self._state = check_state(state, self.averager)
         self._begin_rounds(self.averager)
         self._rounds = GradientRounds(

@@ -84,10 +84,16 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
     ours = {id(p) for p in parameters}
     for group in optimizer.param_groups:
         # The first beta of Adam is momentum too.
-        momentum = group.get("momentum") or next(iter(group.get("betas", ())), 0)
+        own = group.get("momentum")
+        momentum = own or next(iter(group.get("betas", ())), 0)
+        remedy = (
+            "--optimizer.momentum 0"
+            if own
+            else 'a --config file with optimizer.kind = "SGD" and optimizer.momentum = 0'
+        )
         require(
             not momentum or ours.isdisjoint(map(id, group["params"])),
             f"{type(optimizer).__name__} has momentum {momentum} of its own, and the averaged gradients carry momentum "
             "already; use tw.strategy.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
-            "--optimizer.momentum 0",
+            f"{remedy}",
         )

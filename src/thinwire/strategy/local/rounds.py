@@ -175,6 +175,7 @@ class LocalUpdates(OwnModelAttachment):
             for fragment in self._fragments:
                 fragment.state = check_state(self.averager.init(fragment.tensors, comm, self._seed), self.averager)
                 fragment.state.clock.device = device
+            self.averager.check_names([name for name, _ in self._anchors], comm.rank)
             if strategy.quorum is not None:
                 self._begin_asynchronous(strategy.quorum, comm)
             self._begin_rounds(self.averager)

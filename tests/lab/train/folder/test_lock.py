@@ -79,7 +79,7 @@ def test_folders_that_are_no_checkpoints_are_ignored(tmp_path):
         (tmp_path / name).mkdir()
         write_json(tmp_path / name / "checkpoint.json", {"step": 3, "row": {}, "config": {}})
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000007"
-    checkpoint.tidy(tmp_path, 7, RunConfig("digits", keep=1), "accuracy")
+    checkpoint.tidy(tmp_path, 7, RunConfig("digits", keep=1), "accuracy", lower_is_better=False)
     assert {path.name for path in tmp_path.iterdir()} == {"step-000007"} | ignored
 
 
@@ -87,7 +87,7 @@ def test_newer_checkpoints_of_others_do_not_count(tmp_path):
     """They stay, and the run keeps as many of its own as it was told to."""
     for step in (1, 2, 3, 50, 60):
         (tmp_path / checkpoint.name_of(step)).mkdir()
-    checkpoint.tidy(tmp_path, 3, RunConfig("digits", keep=2), "accuracy")
+    checkpoint.tidy(tmp_path, 3, RunConfig("digits", keep=2), "accuracy", lower_is_better=False)
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 3, 50, 60)]
 
 

@@ -18,7 +18,11 @@ def begin(encode: float) -> tuple[Meter, dict]:
     handle = SimpleNamespace(
         seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
     )
-    data = SimpleNamespace(sums=lambda scores, labels: torch.ones(4), metrics=lambda sums: {"sum": sums[0].item()})
+    data = SimpleNamespace(
+        num_sums=4,
+        checked_sums=lambda scores, labels: torch.ones(4),
+        metrics=lambda sums: {"sum": sums[0].item()},
+    )
     return Meter(data, handle, VirtualTime()), handle.seconds
 
 

@@ -18,7 +18,7 @@ from thinwire.lab.train import RunConfig, WorkerError, train
 from thinwire.lab.train.data import Digits, Images, PlainText, Split, num_batches, shard, uneven_shard
 from thinwire.lab.train.folder.run_folder import begin, make_folder
 from thinwire.lab.train.models import GPT, DigitsNet
-from thinwire.lab.train.optimize import SGD, LearningRateSchedule
+from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule
 from thinwire.lab.train.results.metrics_files import COLUMNS, MetricsWriter
 from thinwire.lab.train.step.steps import course, steps
 
@@ -234,6 +234,10 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
     [
         ({"batch_size": 1000}, "^batch_size 1000 .* at most 629"),
         ({"strategy": "Gradients(dgc(0.01))"}, "^SGD has momentum 0.9 of its own, .* --optimizer.momentum 0$"),
+        (
+            {"strategy": "Gradients(dgc(0.01))", "optimizer": Adam()},
+            '^AdamW has momentum 0.9 of its own, .* a --config file with optimizer.kind = "SGD" and optimizer.momentum = 0$',
+        ),
         ({"strategy": "Gossip(Mix(Torus(rows=3)))"}, "^Torus.*rows"),
     ],
 )

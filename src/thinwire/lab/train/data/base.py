@@ -1,7 +1,7 @@
 """The contract between data sets and the training loop.
 
-The configuration of a data set is a frozen dataclass; its `load()` returns a `Dataset`, the same on all workers. The share of
-a worker consists of *examples*: images with their classes, windows of text, or prepared batches of sentence pairs.
+The configuration of a data set is a frozen dataclass, a `Data`; its `load()` returns a `Dataset`, the same on all workers. The
+share of a worker consists of *examples*: images with their classes, windows of text, or prepared batches of sentence pairs.
 
     plan = data.plan(share, batch_size)                    (num_batches, batch_size) indices of examples
     for batch in data.batches(plan, seed, rank, epoch):    of some `numbers` alone, if an epoch is resumed
@@ -9,6 +9,9 @@ a worker consists of *examples*: images with their classes, windows of text, or 
         row_sums += data.sums(scores, batch.labels)
     data.metrics(comm.all_reduce(row_sums).wait())         {"loss": ..., "accuracy": ..., ...}
     data.metrics(comm.all_reduce(data.evaluate(module, rank, size, batch_size)).wait())
+
+A data set measures the scores as it likes. By default labels are classes, and `sums` gives four sums: of cross-entropy, right
+answers, right ones among the first five, and labels. Others have `sums`, `num_sums` and `metrics` of their own.
 
 Crops, flips and other random choices in a batch are a pure function of seed, rank, epoch and the number of the batch. They do
 not depend on earlier batches or on the number of loader processes. The `evaluate` calls of all workers cover every test
@@ -32,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
+from ....algorithm import require
 from ....kernels import mix_key
 from ..models import apply
 from ..signals import ignore_requests
@@ -39,10 +43,6 @@ from ..signals import ignore_requests
 AUGMENTATION_STREAM = zlib.crc32(b"augmentation of examples")
 IGNORE = -100
 """Label of a place where no answer counts; it is PyTorch's own default."""
-
-
-LOWER_IS_BETTER = ("loss", "perplexity")
-"""Metrics of which a lower one is better; of all others, higher is."""
 
 
 Shape = tuple[int, int, int]
@@ -53,32 +53,56 @@ class Batch(NamedTuple):
     """The inputs and labels of one step.
 
     Args:
-        inputs: the arguments of the module.
-        labels: (...) int64, the class of each row of scores, or IGNORE.
+        inputs: the arguments of the module, each (N, ...).
+        labels: (N, ...), what the loss compares scores with. Classes are int64, one for each row of scores, or IGNORE.
     """
 
     inputs: tuple[Tensor, ...]
     labels: Tensor
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on a device."""
+        """The same batch on a device.
+
+        Raises:
+            ValueError: the inputs are a tensor, whose rows would be taken for the arguments of the module.
+        """
+        wrong = (
+            f"the inputs of a batch are a tuple of tensors, got {type(self.inputs).__name__}; write Batch((x,), labels)"
+        )
+        require(isinstance(self.inputs, tuple), wrong)
         inputs = tuple(x.to(device, non_blocking=True) for x in self.inputs)
         return Batch(inputs, self.labels.to(device, non_blocking=True))
+
+
+class Data(ABC):
+    """A data set's configuration: a frozen dataclass of plain values."""
+
+    @abstractmethod
+    def load(self) -> Dataset:
+        """Training and test examples, the same in every process: what is random in them follows from the configuration.
+
+        Raises:
+            ValueError: the data are wrong or missing; the message says what to do.
+        """
 
 
 class Dataset(ABC):
     """Training and test examples, ready to be distributed."""
 
     metric_names: ClassVar[tuple[str, ...]] = ("loss", "accuracy")
-    """Names of the metrics that `metrics` returns."""
+    """Names of the metrics that `metrics` returns; "loss" is one."""
     best_metric: ClassVar[str] = "accuracy"
     """The metric that selects the best model."""
+    lower_is_better: ClassVar[tuple[str, ...]] = ("loss", "perplexity")
+    """Metrics of which a lower one is better; of all others, higher is."""
+    num_sums: ClassVar[int] = 4
+    """How many sums a batch has; the last one is the number of labels that count."""
     num_loaders: int = 0
     """Processes that prepare batches in advance; 0 => the training process makes them."""
     in_order: bool = False
     """Whether a worker's share must be a contiguous range, because the model keeps its state between batches."""
-    num_classes: int
-    """The number of scores per label: classes, or entries of the vocabulary."""
+    num_classes: int = 1
+    """The number of scores per label: classes, entries of the vocabulary, or 1 for a number."""
     num_examples: int
     """The number of training examples over all workers."""
     labels: Tensor | None = None
@@ -101,7 +125,7 @@ class Dataset(ABC):
             tensors = (*inputs, labels)
         found = hashlib.sha256(f"{self.num_examples} {self.num_classes}".encode())
         for tensor in tensors:
-            found.update(tensor.cpu().contiguous().numpy().tobytes())
+            found.update(tensor.cpu().reshape(-1).contiguous().view(torch.uint8).numpy().tobytes())
         return found.hexdigest()[:16]
 
     @abstractmethod
@@ -136,15 +160,38 @@ class Dataset(ABC):
         """This worker's sums over the test set, (K,) float64; pass their sum over workers to `metrics`."""
         module.eval()
         device, state = next(module.parameters()).device, None
-        total = torch.zeros(4, dtype=torch.float64)
+        total = torch.zeros(self.num_sums, dtype=torch.float64)
         for batch in self.test_batches(rank, size, batch_size):
             batch = batch.to(device)
-            scores, state = apply(module, batch.inputs, state)
-            total += self.sums(scores, batch.labels)
+            scores, state = apply(module, batch.inputs, state if self.in_order else None)
+            total += self.checked_sums(scores, batch.labels)
         return total
 
+    def checked_sums(self, scores: Tensor, labels: Tensor) -> Tensor:
+        """The result of `sums`, (num_sums,) float64 on the CPU.
+
+        Raises:
+            ValueError: it has another shape.
+        """
+        found = self.sums(scores, labels).detach().double().cpu()
+        wrong = (
+            f"{type(self).__name__}.sums must return {self.num_sums} sums (num_sums), got a tensor {tuple(found.shape)}"
+        )
+        require(found.shape == (self.num_sums,), wrong)
+        return found
+
     def sums(self, scores: Tensor, labels: Tensor) -> Tensor:
-        """A batch's sums for `metrics`, (4,) float64; see `sums`."""
+        """A batch's sums for `metrics`, (num_sums,), to be added over batches and workers; see `sums`.
+
+        Raises:
+            ValueError: the labels are no classes.
+        """
+        require(
+            labels.dtype == torch.int64 and labels.shape == scores.shape[:-1],
+            f"{type(self).__name__} has labels {tuple(labels.shape)} of {labels.dtype} for scores {tuple(scores.shape)}, "
+            f"which are no classes, int64 {tuple(scores.shape[:-1])}; give it metrics of its own: `sums`, `num_sums` and "
+            "`metrics`",
+        )
         return sums(scores, labels, top5="top5_accuracy" in self.metric_names)
 
     def metrics(self, sums_K: Tensor) -> dict[str, float]:
@@ -153,6 +200,22 @@ class Dataset(ABC):
         values = {"loss": loss / count, "accuracy": correct / count, "top5_accuracy": correct_in_5 / count}
         values["perplexity"] = (sums_K[0] / count).exp().item()
         return {name: values[name] for name in self.metric_names if name in values}
+
+
+def load(config: Data) -> Dataset:
+    """The data set of a configuration.
+
+    Raises:
+        ValueError: it cannot be loaded, or is not what the training loop needs.
+    """
+    data, kind = config.load(), type(config).__name__
+    require(isinstance(data, Dataset), f"{kind}.load() must return a Dataset, got {type(data).__name__}")
+    name, names = type(data).__name__, data.metric_names
+    for needed in ("loss", data.best_metric):
+        require(needed in names, f"{name}.metric_names must have {needed!r}, got {names}")
+    count = getattr(data, "num_examples", None)
+    require(isinstance(count, int) and count > 0, f"{name}.num_examples must be a number from 1 on, got {count!r}")
+    return data
 
 
 def channels_last(images: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ import torch
 
 from ....algorithm import require
 from .augment import Augmentation
+from .base import Data
 from .cache import cached_tensors, fingerprint
 from .download import download
 from .folders import ImageFiles, list_parts, open_image
@@ -36,7 +37,7 @@ PER_IMAGE_STD = (51.6, 50.9, 51.3)  # 0.2023, 0.1994 and 0.2010 of 255: the mean
 
 
 @dataclass(frozen=True)
-class CIFAR10:
+class CIFAR10(Data):
     """CIFAR-10 from the official archive, or from a folder of image files.
 
     Images are decoded once and cached (see `cache`); afterwards they are read from memory.

@@ -10,12 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from ....options import require_number
+from .base import Data
 from .images import Images
 from .shards import Split
 
 
 @dataclass(frozen=True)
-class Digits:
+class Digits(Data):
     """Which part of the digits is held out for the test."""
 
     test_fraction: float = 0.3

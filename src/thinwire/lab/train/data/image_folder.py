@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ....algorithm import require
 from ....options import require_integer, require_number
-from .base import Batch, Dataset, Shape, channels_last, loaded
+from .base import Batch, Data, Dataset, Shape, channels_last, loaded
 from .folders import ImageFiles, list_parts, open_image
 
 MEAN = (123.675, 116.28, 103.53)
@@ -32,7 +32,7 @@ MAX_LOG_RATIO = math.log(4 / 3)
 
 
 @dataclass(frozen=True)
-class ImageFolder:
+class ImageFolder(Data):
     """Images in class folders, for training at one size or at several.
 
     Raises:

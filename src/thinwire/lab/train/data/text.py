@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ....algorithm import require
 from ....options import require_choice, require_integer
-from .base import IGNORE, Batch, Dataset
+from .base import IGNORE, Batch, Data, Dataset
 from .vocabulary import encode_bytes, encode_subwords, encode_words, read_lines
 
 ENCODERS = {"word": encode_words, "byte": encode_bytes, "subword": encode_subwords}
 
 
 @dataclass(frozen=True)
-class PlainText:
+class PlainText(Data):
     """Two text files in UTF-8, one to learn from and one to test on.
 
     Raises:
@@ -57,7 +57,7 @@ class PlainText:
 
 
 @dataclass(frozen=True)
-class WikiText2:
+class WikiText2(Data):
     """WikiText-2: two million words of Wikipedia, in words as its authors cut them; 33,278 with all of its training part.
 
     Source: Merity et al. 2017, Pointer Sentinel Mixture Models, arXiv 1609.07843.

@@ -21,12 +21,12 @@ from torch.nn.utils.rnn import pad_sequence
 from ....algorithm import require
 from ....options import require_integer
 from ..models.transformer import BOS, PAD, TransformerModule
-from .base import IGNORE, Batch, Dataset
+from .base import IGNORE, Batch, Data, Dataset
 from .vocabulary import Ragged, encode_lines, load_subwords, read_lines, subwords
 
 
 @dataclass(frozen=True)
-class ParallelText:
+class ParallelText(Data):
     """Files `<folder>/<part>.<language>`, such as Multi30k's or WMT's.
 
     Raises:

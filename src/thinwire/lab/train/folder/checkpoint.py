@@ -46,7 +46,6 @@ from ....algorithm import require
 from ....comm import Communicator, ElasticCommunicator
 from ...files import naming, write_json
 from ..config import RunConfig
-from ..data import LOWER_IS_BETTER
 from ..results.meter import Meter
 from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
@@ -144,7 +143,7 @@ def _to_disk(path: Path) -> None:
         os.close(file)
 
 
-def tidy(folder: Path, step: int, config: RunConfig, metric: str) -> None:
+def tidy(folder: Path, step: int, config: RunConfig, metric: str, lower_is_better: bool) -> None:
     """Remove all checkpoints but the last `config.keep` and the best, and link to the best. Only one worker calls this.
 
     Newer ones than the run's own last are left alone and do not count: the run has not written them.
@@ -154,9 +153,10 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str) -> None:
         step: of the run's last checkpoint.
         config: of the run.
         metric: the metric that decides which is best, such as "accuracy".
+        lower_is_better: whether a lower value of it is better.
     """
     found = _finished(folder, step)
-    best = _best(found, metric)
+    best = _best(found, metric, lower_is_better)
     if best is not None:
         link = folder / ".best"
         # A run that was killed here may have left it.
@@ -192,11 +192,10 @@ def _step_of(path: Path) -> int | None:
     return int(digits) if digits.isdecimal() and name == name_of(int(digits)) else None
 
 
-def _best(found: list[Path], metric: str) -> Path | None:
+def _best(found: list[Path], metric: str, lower_is_better: bool) -> Path | None:
     """The checkpoint with the best test result; ties go to the first."""
     tested = {path: result for path in found if (result := _tested(path, metric)) is not None}
-    sign = -1 if metric in LOWER_IS_BETTER else 1
-    return max(tested, key=lambda path: sign * tested[path], default=None)
+    return (min if lower_is_better else max)(tested, key=lambda path: tested[path], default=None)
 
 
 def _tested(path: Path, metric: str) -> float | None:

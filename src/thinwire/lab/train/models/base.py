@@ -1,9 +1,10 @@
 """The contract between models and the training loop.
 
 A model is a frozen configuration whose `build(num_classes)` makes an ordinary `nn.Module`. The data set determines the number
-of classes (or vocabulary entries); the default is the published number. The module maps the inputs of a batch to scores of
-shape (..., num_classes), one row per label. A recurrent module takes its state as one more argument, None at the start, and
-returns `(scores, state)`; `apply` handles both kinds. As in other modules, weights come from PyTorch's global generator.
+of classes (or vocabulary entries); the default is the published number. The module maps the inputs of a batch to scores, one
+tensor: for classes of shape (..., num_classes), one row per label. A recurrent module takes its state as one more argument,
+None at the start, and returns `(scores, state)`; `apply` handles both kinds. Only data that are `in_order` carry the state from
+batch to batch. As in other modules, weights come from PyTorch's global generator.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from torch import Tensor, nn
+
+from ....algorithm import require
 
 
 class Model(ABC):
@@ -25,6 +28,9 @@ class Model(ABC):
 def apply(module: nn.Module, inputs: tuple[Tensor, ...], state: Any = None) -> tuple[Tensor, Any]:
     """Scores of a batch, and the state that the next batch continues from (None where there is none).
 
+    Raises:
+        ValueError: the module returns something else.
+
     Example:
         >>> import torch
         >>> from thinwire.lab.train.models import LSTMLanguageModel
@@ -34,7 +40,11 @@ def apply(module: nn.Module, inputs: tuple[Tensor, ...], state: Any = None) -> t
         (torch.Size([2, 3, 5]), None)
     """
     output = module(*inputs) if state is None else module(*inputs, state)
-    return output if isinstance(output, tuple) else (output, None)
+    scores, *states = output if isinstance(output, tuple) else (output,)
+    is_right = isinstance(scores, Tensor) and len(states) < 2
+    found = f"a tuple of {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
+    require(is_right, f"the model must return scores, a tensor, or (scores, state) if it is recurrent; got {found}")
+    return scores, next(iter(states), None)
 
 
 def num_parameters(module: nn.Module) -> int:

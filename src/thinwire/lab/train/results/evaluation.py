@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ....algorithm import require
 from ....comm import Communicator
 from ....strategy import AveragerAttachment
 from ..config import RunConfig
-from ..data import Dataset
+from ..data import Dataset, load
 
 
 def evaluate(
@@ -27,7 +27,7 @@ def evaluate(
         with strategy.average_model(comm):
             return _named("test_", _shared_out(config, data, model, comm))
     sums = data.evaluate(model, 0, 1, config.test_batch_size)
-    of_own = data.metrics(comm.all_reduce(sums).wait())
+    of_own = _metrics(data, comm.all_reduce(sums).wait())
     with strategy.average_model(comm):
         of_mean = _shared_out(config, data, model, comm)
     return _named("test_", of_own) | _named("mean_model_test_", of_mean)
@@ -35,7 +35,12 @@ def evaluate(
 
 def _shared_out(config: RunConfig, data: Dataset, model: nn.Module, comm: Communicator) -> dict[str, float]:
     sums = data.evaluate(model, comm.rank, comm.size, config.test_batch_size)
-    return data.metrics(comm.all_reduce(sums).wait())
+    return _metrics(data, comm.all_reduce(sums).wait())
+
+
+def _metrics(data: Dataset, sums_K: Tensor) -> dict[str, float]:
+    require(sums_K[data.num_sums - 1].item() > 0, "no label of the test set counts; give the data set test examples")
+    return data.metrics(sums_K)
 
 
 def _named(prefix: str, metrics: dict[str, float]) -> dict[str, float]:
@@ -57,11 +62,11 @@ def evaluate_checkpoint(config: RunConfig, folder: Path) -> dict[str, float]:
     """
     file = folder / "shared.pt"
     require(file.is_file(), f"{folder} is no checkpoint: it has no shared.pt; give a folder such as checkpoints/best")
-    data = config.data.load()
+    data = load(config.data)
     model = config.model.build(data.num_classes)
     try:
         model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
     except RuntimeError as error:
         raise ValueError(f"{file} is not of this model: {error}") from None
     sums = data.evaluate(model, 0, 1, config.test_batch_size)
-    return _named("test_", data.metrics(sums))
+    return _named("test_", _metrics(data, sums))

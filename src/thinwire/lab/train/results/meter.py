@@ -41,15 +41,15 @@ class Meter:
     def _start_row(self) -> None:
         self._row_began = time.perf_counter()
         self._phases = self._all_phases()
-        self._sums = torch.zeros(4, dtype=torch.float64)
+        self._sums = torch.zeros(self._data.num_sums, dtype=torch.float64)
         self._num_examples = 0
 
     def _all_phases(self) -> dict[str, float]:
         return {**self._strategy.seconds, **self.clock.seconds}
 
     def add(self, scores: Tensor, labels: Tensor) -> None:
-        """Count a batch: scores (N, ..., classes) and labels (N, ...)."""
-        self._sums += self._data.sums(scores, labels)
+        """Count a batch: scores (N, ...) and labels (N, ...)."""
+        self._sums += self._data.checked_sums(scores, labels)
         self._num_examples += len(labels)
 
     def row(self, comm: Communicator) -> dict[str, float]:
@@ -78,12 +78,14 @@ class Meter:
 
         def finish() -> dict[str, float]:
             totals = summed.wait()
-            totals[3] = totals[3] or math.nan  # rounds may follow at once, without a batch between them
-            sent = (totals[4:7] / comm.size).round().long().tolist()
-            row = self._data.metrics(totals[:4]) | dict(zip(COUNTS, sent, strict=True)) | own
-            skips = round(totals[8].item())  # where models are equal, all workers skip together
-            row["skipped_steps"] = skips if self._strategy.models_differ else skips // comm.size
-            return row | {"examples_per_second": totals[7].item() / seconds}
+            sums, counts = totals.split([self._data.num_sums, len(COUNTS) + 2])
+            sums[-1] = sums[-1] or math.nan  # rounds may follow at once, without a batch between them
+            sent = (counts[: len(COUNTS)] / comm.size).round().long().tolist()
+            row = self._data.metrics(sums) | dict(zip(COUNTS, sent, strict=True)) | own
+            num_examples, skips = counts[len(COUNTS) :].tolist()
+            # Where models are equal, all workers skip together.
+            row["skipped_steps"] = round(skips) if self._strategy.models_differ else round(skips) // comm.size
+            return row | {"examples_per_second": num_examples / seconds}
 
         return finish
 
@@ -132,7 +134,7 @@ class Meter:
         """
         mine = saved[rank::size]
         sums = {
-            "sums": sum((one["sums"] for one in mine), start=torch.zeros(4, dtype=torch.float64)),
+            "sums": sum((one["sums"] for one in mine), start=torch.zeros(self._data.num_sums, dtype=torch.float64)),
             "num_examples": sum(one["num_examples"] for one in mine),
             "num_skipped": saved[0]["num_skipped"] if together else sum(one["num_skipped"] for one in mine),
         }

@@ -15,6 +15,7 @@ import csv
 import json
 import logging
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,12 +80,15 @@ class MetricsWriter:
     Args:
         folder: the run's folder.
         done: number of steps before a resume; rows of later steps are dropped.
+        metrics: of the data set. Each gets a column of metrics.csv, and one for the test.
     """
 
-    def __init__(self, folder: Path, done: int = 0):
+    def __init__(self, folder: Path, done: int = 0, metrics: Sequence[str] = ()):
         # Slow to import, and only the worker that writes needs it.
         from torch.utils.tensorboard import SummaryWriter
 
+        tested = [prefix + name for prefix in ("", "test_", "mean_model_test_") for name in metrics]
+        self._columns = list(dict.fromkeys([*COLUMNS, *tested]))
         self._path, self._step = folder / "metrics.jsonl", -1  # of the last row
         self._paths = (self._path, folder / "metrics.csv")
         self._begin(read_rows(self._path, done))
@@ -98,7 +102,7 @@ class MetricsWriter:
         """Open both files of metrics with these rows. They replace older ones once the rows are in."""
         # Line by line, so that `thinwire watch` sees each row at once and a killed run keeps it.
         self._files = [open(f"{path}.tmp", "w+", buffering=1, newline="") for path in self._paths]
-        self._csv = csv.DictWriter(self._files[1], COLUMNS, extrasaction="ignore")
+        self._csv = csv.DictWriter(self._files[1], self._columns, extrasaction="ignore")
         self._csv.writeheader()
         for row in rows:
             self._write(row)
@@ -114,7 +118,7 @@ class MetricsWriter:
     def row(self, values: dict[str, Any]) -> None:
         """Append a row. It replaces the last row if both have the same step, as at the end of an epoch with a quorum.
 
-        Keys that are not among `COLUMNS`, which callbacks add, are left out of metrics.csv. A file that was deleted meanwhile
+        Other columns, which callbacks add, are left out of metrics.csv. A file that was deleted meanwhile
         is written anew, with all of its rows.
         """
         files = zip(self._paths, self._files, strict=True)

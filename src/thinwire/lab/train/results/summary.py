@@ -13,13 +13,15 @@ def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: 
     """The contents of `summary.json`. Bytes are means over the workers."""
     ledger, bytes_sent = strategy.ledger, last["bytes_sent"]
     tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
+    trained = {f"train_{name}": last[name] for name in ("accuracy", "loss") if name in last}
     return {
         "recipe": config.recipe,
         "strategy": repr(strategy.strategy),
         "workers": config.workers,
         "seed": config.seed,
         "metric": f"test_{data.best_metric}",
-        "final": tested | {"train_accuracy": last["accuracy"], "train_loss": last["loss"], "steps": last["step"]},
+        "lower_is_better": data.best_metric in data.lower_is_better,
+        "final": tested | trained | {"steps": last["step"]},
         "skipped_steps": last["skipped_steps"],
         "bytes_sent_per_worker": bytes_sent,
         "dense_fp32_bytes": ledger.dense_fp32_bytes,

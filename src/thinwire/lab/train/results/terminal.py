@@ -100,7 +100,7 @@ def _in_words(values: dict[str, float], metric: str) -> str:
 
 
 def _number(name: str, value: float) -> str:
-    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.1f}"
+    return f"{value:.1%}" if name.endswith("accuracy") else f"{value:.1f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
 def _updates(number: float) -> str:

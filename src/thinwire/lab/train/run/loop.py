@@ -41,11 +41,10 @@ from ....kernels import mix_key, set_threads
 from ....strategy import LocalUpdates
 from ...files import write_json
 from ..config import RunConfig
-from ..data import Dataset
+from ..data import Dataset, load
 from ..device import choose_device
 from ..folder import checkpoint
 from ..folder.run_folder import begin, require_shared
-from ..optimize import set_learning_rate
 from ..results.callbacks import Callback, EachStep, called
 from ..results.codec_statistics import codec_statistics, own_gradients
 from ..results.evaluation import evaluate
@@ -98,7 +97,7 @@ def run(
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
     workers = Workers(config, comm, is_restart)
-    data = run_on_all(comm, config.data.load)
+    data = run_on_all(comm, lambda: load(config.data))
     # Before its first round an elastic communicator connects one worker, itself.
     whole = run_on_all(comm, lambda: course(config, data, config.workers if comm.is_elastic else comm.size))
     device = run_on_all(comm, lambda: choose_device(config))
@@ -241,7 +240,7 @@ class _Worker:
         learning_rate = self.config.optimizer.learning_rate_at(
             self.ahead.scheduled(self.state.done), self.ahead.num_scheduled, self.workers.comm.size
         )
-        set_learning_rate(self.training.optimizer, learning_rate)
+        self.training.learning_rate = learning_rate
         watched = self.config.variance and self.workers.writes and self._row_is_due(step)
         collecting: AbstractContextManager[dict[str, Tensor]] = (
             own_gradients(self.training.model, self.training.scaler.get_scale()) if watched else nullcontext({})
@@ -387,7 +386,7 @@ class _Worker:
             limit = None if config.precision == "fp16" else config.parsed_strategy().max_nonfinite
             self.watchers = [
                 Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit),
-                MetricsWriter(self.folder, done),
+                MetricsWriter(self.folder, done, self.data.metric_names),
                 *trackers(config, self.folder),
             ]
 
@@ -438,8 +437,8 @@ class _Worker:
         return row | called(self.at_rows, self.training.model, row, comm)
 
     def _row_start(self) -> dict[str, Any]:
-        done, rate = self.state.done, self.training.optimizer.param_groups[0]["lr"]
-        return {"step": done, "epoch": self.ahead.passes(done), "learning_rate": float(rate)}
+        done = self.state.done
+        return {"step": done, "epoch": self.ahead.passes(done), "learning_rate": self.training.learning_rate}
 
     def _statistics(self) -> dict[str, Any]:
         found = codec_statistics(self.strategy, self.gradients) | self.workers.row_values(self.state)
@@ -467,7 +466,8 @@ class _Worker:
             folder, step, self.training, self.meter, self.state.row, comm, origin, position
         )
         if self.is_first_here:
-            checkpoint.tidy(folder, step, self.config, self.data.best_metric)
+            metric = self.data.best_metric
+            checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)
 
 
 def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:

@@ -65,7 +65,7 @@ class Requests:
         if self.signal and number == signal.SIGINT:
             raise KeyboardInterrupt
         if not self.signal and number == signal.SIGINT and sys.stderr.isatty():
-            log.info("stopping after this step; Ctrl-C again stops at once")
+            log.info("stopping, after the step that is under way; Ctrl-C again stops at once")
         self.signal = self.signal or number
         self.deadline = min(self.deadline, time.monotonic() + STOP_SECONDS)
         self.pass_on()

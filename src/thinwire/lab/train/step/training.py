@@ -19,6 +19,7 @@ from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Batch, Dataset
 from ..models import apply
+from ..optimize import set_learning_rate
 from .virtual import VirtualTime
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +39,10 @@ class Training:
         own_comm: its communicator, where `prepare` has opened it.
         carried: the state of a recurrent model after the last batch; None at the start of an epoch.
         virtual: the clock of the modelled network.
+        in_order: whether the data are, so that a recurrent model carries its state from batch to batch.
+
+    Attributes:
+        multiples: the learning rate of each parameter group, in that of the configuration.
     """
 
     config: RunConfig
@@ -49,6 +54,11 @@ class Training:
     own_comm: Communicator | None = None
     carried: Any = None
     virtual: VirtualTime = field(default_factory=VirtualTime)
+    in_order: bool = False
+
+    def __post_init__(self) -> None:
+        rate = self.config.optimizer.learning_rate
+        self.multiples = [group["lr"] / rate for group in self.optimizer.param_groups]
 
     def detach(self) -> None:
         """Detach the strategy, and close the communicator that was opened for it."""
@@ -68,7 +78,7 @@ class Training:
         self.model.train()
         self.optimizer.zero_grad()
         answers = []
-        weight *= self.config.optimizer.loss_factor(self.optimizer.param_groups[0]["lr"]) / len(batches)
+        weight *= self.config.optimizer.loss_factor(self.learning_rate) / len(batches)
         for i, batch in enumerate(batches):
             last = i == len(batches) - 1
             # Only the last backward pass of a step averages gradients.
@@ -89,7 +99,8 @@ class Training:
 
     def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
         with self._autocast():
-            scores, self.carried = apply(self.forward, batch.inputs, self.carried)
+            scores, state = apply(self.forward, batch.inputs, self.carried)
+            self.carried = state if self.in_order else None
             loss = self.config.loss(scores, batch.labels)
         self.virtual.pass_forward()
         self.scaler.scale(loss * weight).backward()  # gradients are averaged in here
@@ -98,6 +109,15 @@ class Training:
     def _autocast(self) -> torch.autocast | nullcontext:
         dtype = DTYPES.get(self.config.precision)
         return nullcontext() if dtype is None else torch.autocast(self.device.type, dtype)
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of the last step, to be multiplied by each group's multiple."""
+        return float(self.optimizer.param_groups[0]["lr"]) / self.multiples[0]
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        set_learning_rate(self.optimizer, value, self.multiples)
 
     @property
     def device(self) -> torch.device:
@@ -226,9 +246,7 @@ def prepare(
     Raises:
         ValueError: strategy, model and optimizer do not fit together.
     """
-    torch.manual_seed(config.seed)
-    model = config.model.build(data.num_classes).to(device)
-    optimizer = config.optimizer.build(model)
+    model, optimizer = built(config, data, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
@@ -244,7 +262,27 @@ def prepare(
         raise
     # A compiled module is a module, although `torch.compile` promises only a callable.
     compiled = cast(nn.Module, torch.compile(model)) if config.compile else model
-    return Training(config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual)
+    return Training(
+        config, model, compiled, optimizer, scaler, strategy, own_comm, virtual=virtual, in_order=data.in_order
+    )
+
+
+def built(
+    config: RunConfig, data: Dataset, device: torch.device | str = "cpu"
+) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model with the seed's weights, and its optimizer.
+
+    Raises:
+        ValueError: they are none, or no parameter is trained.
+    """
+    torch.manual_seed(config.seed)
+    model, name = config.model.build(data.num_classes), type(config.model).__name__
+    require(isinstance(model, nn.Module), f"{name}.build must return an nn.Module, got {model!r:.100}")
+    require(any(p.requires_grad for p in model.parameters()), f"the model of {name} has no parameter that is trained")
+    optimizer, name = config.optimizer.build(model.to(device)), type(config.optimizer).__name__
+    is_optimizer = isinstance(optimizer, torch.optim.Optimizer)
+    require(is_optimizer, f"{name}.build must return a torch.optim.Optimizer, got {optimizer!r:.100}")
+    return model, optimizer
 
 
 def _communicator(
