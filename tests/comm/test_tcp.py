@@ -16,13 +16,14 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import traffic
 from helpers.keys import keys_of
 from helpers.lost_connections import loses_all_connections
 from helpers.program import programs, wait_until
 from helpers.spawn import retire, run_tcp, spawn
 
 from thinwire.comm import CommunicationError, transport
-from thinwire.comm.tcp import TcpCommunicator, is_available
+from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
 from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
 
@@ -144,6 +145,36 @@ def test_an_exchange_goes_on_after_all_connections_were_lost():
     # The outer communicator of `spawn`, over Gloo, may complain that its connections are gone.
     assert [result[0] for result in results] == [True] * 3, results
     assert sum(result[1] for result in results) > 0
+
+
+def waits_long(comm) -> list[str]:
+    """For a worker that is late, and then for a line that is cut."""
+    retire()
+    endpoint.LATE_SECONDS = 0.2
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    if comm.rank == 1:
+        time.sleep(2.0)
+    comm.barrier()
+    dial, comm._connections._dial = comm._connections._dial, unreachable
+    for connection in traffic.connections():
+        connection.shutdown(socket.SHUT_RDWR)
+    threading.Timer(2.0, setattr, (comm._connections, "_dial", dial)).start()
+    comm.barrier()
+    return lines
+
+
+def unreachable(peer: int):
+    raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+
+def test_a_worker_that_waits_long_says_why():
+    """It was silent until the time limit, 300 seconds by default."""
+    said = run_tcp(2, waits_long)[0]
+    assert sum("another worker is late, or a line is slow" in line for line in said) == 1, said
+    assert sum("rank 0 has no connection with rank 1, and waits for one for at most" in line for line in said) == 1
 
 
 # ---- outsiders, and a machine that is full ----

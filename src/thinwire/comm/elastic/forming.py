@@ -205,7 +205,8 @@ class Forming:
 
     def awaited(self) -> str:
         """What this worker waits for, in words, while it is not connected with others."""
-        what = f"a round of at least {self._min_workers} workers, at the Lighthouse {self._lighthouse}"
+        workers = f"{self._min_workers} worker{'s' * (self._min_workers > 1)}"
+        what = f"a round of at least {workers}, at the Lighthouse {self._lighthouse}"
         limit = f"for at most {self._quorum_seconds:g} seconds"
         return f"worker {self._number} waits for {what}, {limit}"
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import math
 import os
 import secrets
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got, where this worker has an error
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
+LATE_SECONDS = 15.0  # after which a worker that waits for an operation says so
+log = logging.getLogger("thinwire")
 
 
 class Meeting(NamedTuple):
@@ -85,7 +88,8 @@ class Endpoint:
         rank, size, gather, place, self._timeout = meeting
         self.connections = Connections(rank, peers, self._timeout, place)
         self.engine = Engine(rank, size, self._timeout, is_channel)
-        self._rank = rank
+        self._rank, self._peers = rank, peers
+        self._notices: set[str] = set()  # that were given
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
         self._lock = threading.Lock()
         self._forgotten = finalize(self, _end, self.engine, self.connections, os.getpid())
@@ -118,15 +122,31 @@ class Endpoint:
         Raises:
             CommunicationError: it failed, or took longer than the limit.
         """
-        deadline = time.monotonic() + limit_seconds
+        late, deadline = time.monotonic() + LATE_SECONDS, time.monotonic() + limit_seconds
         try:
             # Now and then, Python looks for signals.
             while not self.engine.wait(operation, max(0.0, min(1.0, deadline - time.monotonic()))):
                 if time.monotonic() >= deadline:
                     raise CommunicationError(f"rank {self._rank}: it took longer than {limit_seconds:g} seconds")
+                if time.monotonic() >= late:
+                    self._say_late()
         except RuntimeError as error:
             raise CommunicationError(str(error)) from None
         self._forget()
+
+    def _say_late(self) -> None:
+        """Say why an operation takes long, each reason once; nothing else is heard until the time limit."""
+        cut_off = [str(peer) for peer in self._peers if not self.engine.counts(peer).connections]
+        if cut_off:
+            others = f"rank{'s' * (len(cut_off) > 1)} {', '.join(cut_off)}"
+            text = f"has no connection with {others}, and waits for one for at most {self._timeout:g} seconds"
+        else:
+            text = (
+                f"waits for messages for more than {LATE_SECONDS:g} seconds: another worker is late, or a line is slow"
+            )
+        if text not in self._notices:
+            self._notices.add(text)
+            log.warning("rank %d %s (thinwire doctor measures lines)", self._rank, text)
 
     def _forget(self) -> None:
         with self._lock:

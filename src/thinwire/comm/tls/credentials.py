@@ -23,7 +23,7 @@ from ..addresses import parse_address
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
 REVOKED, ADDRESS, VARIABLE = "revoked.pem", "address", "THINWIRE_CREDENTIALS"
 WRONG = {
-    9: "its certificate is not valid yet; set this machine's clock",
+    9: "its certificate is not valid yet; set the clocks of this machine and of the one that signed it",
     10: "its certificate has expired; ask for a new token, and join again",
     23: "its certificate was revoked",
     **dict.fromkeys((7, 18, 19, 20, 21), "its certificate is of another run"),

@@ -36,6 +36,7 @@ from ...algorithm import require
 from ...allocator import keep_freed_memory
 from ...comm import Communicator
 from ...comm.ledger import ring_all_reduce_bytes
+from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
@@ -200,12 +201,13 @@ def joined(
         transport: see `comm.transport.connect`.
         timeout_seconds: how long the others may be silent.
     """
-    from ..train.start.connect import choose_interface
+    from ..train.start.connect import choose_interface, connecting
 
     choose_interface(None, one_node=False)
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     store, limit = store or meeting(), timedelta(seconds=timeout_seconds)
-    dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=limit)
+    with said_if_late(connecting(rank, timeout_seconds)):
+        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=limit)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm

@@ -129,7 +129,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
             _report(asked, _diagnosed(asked, Diagnosis(hosts or [this_host(True, asked.speed)])), of_whom)
         # PyTorch appends the C++ stack.
         reason = str(error).strip().splitlines()[0].partition(". Exception raised from")[0]
-        fail(f"rank {rank} could not connect with the others: {reason}", 1)
+        fail(f"rank {rank} could not connect with the others: {reason}; see whether a firewall stands between them", 1)
         sys.exit(1)
     if rank == 0:
         _report(asked, _diagnosed(asked, Diagnosis(hosts, lines, transport, connections)))

@@ -28,3 +28,10 @@ def test_80_columns_cut_nothing(monkeypatch):
     ):
         assert words in last, words
     assert "…" not in last
+
+
+def test_a_row_of_a_worker_that_sends_nothing_has_no_bytes(capsys):
+    shown = Terminal("alone", 40)
+    shown.row(ROW | {"bytes_sent": 0, "examples_per_second": 12345.0})
+    shown.close()
+    assert "accuracy 95.1%, test accuracy 92.3%, 12,345 examples/s" in capsys.readouterr().out

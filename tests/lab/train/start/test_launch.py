@@ -23,7 +23,7 @@ import torch.distributed as dist
 from helpers.command import started, thinwire
 from helpers.program import Program, wait_until, workers_of
 
-from thinwire.comm import CommunicationError
+from thinwire.comm import CommunicationError, notice
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.run.interrupt import Interrupted
 from thinwire.lab.train.start import connect, elastic_tasks, launch
@@ -266,6 +266,23 @@ def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch)
         monkeypatch.setattr(connect, "own_address", lambda meeting, own=own: (socket.AF_INET, own[meeting]))
         connect.choose_interface(None, one_node=False)
         assert os.environ.pop("GLOO_SOCKET_IFNAME", None) == chosen
+
+
+def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkeypatch, tmp_path, caplog):
+    """Behind a firewall that drops packets it was silent for two minutes, or eight."""
+    caplog.set_level("INFO")
+    monkeypatch.setattr(notice, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(connect, "meeting_store", lambda *_: dist.HashStore())
+
+    def fail(*arguments, **options):
+        wait_until(lambda: "for at most 600 seconds; a firewall may stand between them" in caplog.text, "the notice")
+        raise RuntimeError("timed out")
+
+    monkeypatch.setattr(connect.dist, "init_process_group", fail)
+    place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
+    with pytest.raises(CommunicationError, match="the workers did not connect"):
+        with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place):
+            pass
 
 
 @pytest.mark.parametrize("one_node", [True, False])

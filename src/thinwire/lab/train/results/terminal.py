@@ -92,7 +92,9 @@ def _in_words(values: dict[str, float], metric: str) -> str:
         [
             f"loss {values['loss']:.3f}",
             *shown,
-            f"{values['bytes_sent'] / 1e6:.2f} MB sent",
+            *(
+                [f"{values['bytes_sent'] / 1e6:.2f} MB sent"] if values["bytes_sent"] else []
+            ),  # a lone worker sends none
             f"{values['examples_per_second']:,.0f} examples/s",
             *([f"{_updates(values['skipped_steps'])} skipped"] if values.get("skipped_steps") else []),
         ]

@@ -10,7 +10,7 @@ import socket
 import time
 import uuid
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 
 import torch
@@ -38,6 +38,7 @@ log = logging.getLogger("thinwire")
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
 ELSEWHERE = "192.0.2.1"  # no host has it (RFC 5737); the default route leads there
+GLOO_TRIES = 5  # to connect, each of which may take as long as the time limit
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each of its addresses, and between two
 
 
@@ -95,7 +96,8 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         backend = choose_backend(config.transport, device, environment, store)
     with blaming(presence), ExitStack() as stack:
         try:
-            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+            with said_if_late(connecting(rank, SECONDS)) if presence else nullcontext():
+                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
             comm = stack.enter_context(connect(config.transport, timeout_seconds=config.timeout, device=device))
         except CommunicationError:
             raise
@@ -151,6 +153,14 @@ def awaited(environment: Environment, credentials: Credentials | None) -> str:
     whom = "worker 0" if environment.rank else others
     place = address_text(*_meeting_place(environment, credentials))
     return f"worker {environment.rank} waits for {whom} at {place}, for at most {SECONDS:g} seconds"
+
+
+def connecting(rank: int, seconds: float) -> str:
+    """What a worker does once it has met the others, in words."""
+    limit = f"for at most {GLOO_TRIES * seconds:g} seconds"
+    return (
+        f"worker {rank} connects with the others, {limit}; a firewall may stand between them, which must open all ports"
+    )
 
 
 def _meeting_place(environment: Environment, credentials: Credentials | None) -> tuple[str, int]:
