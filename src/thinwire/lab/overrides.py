@@ -197,7 +197,8 @@ def _kinds(hint: Any) -> Iterator[Any]:
         if is_dataclass(member) and not inspect.isabstract(member):
             yield member
         if isinstance(member, type):
-            yield from (kind for below in member.__subclasses__() for kind in _kinds(below))
+            below: list[type[Any]] = member.__subclasses__()
+            yield from (kind for subclass in below for kind in _kinds(subclass))
 
 
 def _members(hint: Any) -> tuple[Any, ...]:

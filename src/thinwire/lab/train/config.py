@@ -22,7 +22,7 @@ from .loss import CrossEntropy, Loss
 from .models import GPT, DigitsNet, Model
 from .optimize import SGD, Optimizer
 
-PARTS = {"data": Data, "model": Model, "loss": Loss, "optimizer": Optimizer}
+PARTS: dict[str, type[Any]] = {"data": Data, "model": Model, "loss": Loss, "optimizer": Optimizer}
 """Fields that are configurations of one of several kinds, and the base of these."""
 LEAST = {
     **dict.fromkeys(("workers", "epochs", "batch_size", "accumulate", "log_every", "threads", "evaluate_every"), 1),

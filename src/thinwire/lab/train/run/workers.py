@@ -154,7 +154,8 @@ def shared_settings(config: RunConfig) -> dict[str, Any]:
         32
     """
     settings = {name: value for name, value in config.as_dict().items() if name not in OWN_SETTINGS}
-    paths = [item.name for item in fields(config.data) if isinstance(getattr(config.data, item.name), Path)]
+    data: Any = config.data  # a dataclass
+    paths = [item.name for item in fields(data) if isinstance(getattr(data, item.name), Path)]
     return settings | {"data": {name: value for name, value in settings["data"].items() if name not in paths}}
 
 
