@@ -220,10 +220,10 @@ def test_fragments_of_local_updates_need_not_have_every_pattern():
     policy = tw.ByName({last: tw.Mean(tw.Cast()), "*": tw.Mean()})
     results = tw.LocalWorld(2, timeout_seconds=30).run(worker, tw.Local(policy, every=4, fragments=2))
     assert torch.equal(results[0], results[1])
-    with pytest.raises(ValueError, match=r"pattern 'nothing\*' gets no parameter"):
-        tw.LocalWorld(2, timeout_seconds=30).run(
-            worker, tw.Local(tw.ByName({"nothing*": tw.Mean(), "*": tw.Mean()}), every=4, fragments=2)
-        )
+    policy = tw.ByName({"nothing*": tw.Mean(), "*": tw.Mean()})
+    for strategy in (tw.Local(policy, every=4, fragments=2), tw.Gossip(policy)):
+        with pytest.raises(ValueError, match=r"pattern 'nothing\*' gets no parameter"):
+            tw.LocalWorld(2, timeout_seconds=30).run(worker, strategy)
 
 
 def test_mistakes_of_the_constructor():

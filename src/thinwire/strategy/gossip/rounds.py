@@ -76,6 +76,7 @@ class ParameterRounds:
         self.live, self.averager, self.comm, self._shards = live, averager, comm, shards
         tensors = live.tensors()
         self.state = check_state(averager.init(tensors, comm, seed), averager)
+        averager.check_names([name for name, _ in tensors], comm.rank)
         self.record = RoundsState(self.state)
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers import tiny
+from helpers.interruptions import Requests
 from helpers.spawn import spawn
 
 from thinwire import parse
@@ -84,17 +86,10 @@ STRICT = [*configs(Path()), *IN_FLIGHT]
 TRAFFIC = ("bytes_sent", "bytes_received", "messages", "dense_fp32_bytes")
 
 
-class StopAfter:
+def stop_after(steps: int | None) -> Requests:
     """Asks the loop to stop after some of its calls, as a signal would."""
-
-    def __init__(self, steps: int | None):
-        self.left = steps
-
-    def requested(self, comm, at_once: bool = False) -> int:
-        if self.left is None:
-            return 0
-        self.left -= 1
-        return signal.SIGTERM if self.left == 0 else 0
+    calls = itertools.count(1)
+    return Requests(lambda comm: signal.SIGTERM if next(calls) == steps else 0)
 
 
 def go_on(config: RunConfig, folder: Path, comm, steps: int | None = None) -> bool:
@@ -103,7 +98,7 @@ def go_on(config: RunConfig, folder: Path, comm, steps: int | None = None) -> bo
         folder.mkdir(parents=True, exist_ok=True)
     comm.barrier()
     try:
-        loop.run(config, folder, comm, StopAfter(steps))
+        loop.run(config, folder, comm, stop_after(steps))
     except Interrupted:
         return False
     finally:

@@ -16,12 +16,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
 import torch
 from helpers import tiny
+from helpers.interruptions import NEVER
 from helpers.spawn import spawn
 
 from thinwire.clock import Clock
@@ -97,10 +97,9 @@ def run_locally(config: RunConfig, folder: Path, comm: Communicator) -> None:
 
 def run_all(comm: Communicator, configs: dict[str, RunConfig], output: Path, is_disturbed: bool) -> None:
     """All runs, one after the other, in this process."""
-    never = SimpleNamespace(requested=lambda comm, at_once: 0)
     with dirty_memory() if is_disturbed else nullcontext(), without_tensorboard():
         for name, config in reversed(configs.items()) if is_disturbed else configs.items():
-            run = run_locally if name.startswith("local-updates") else lambda *args: loop.run(*args, never)
+            run = run_locally if name.startswith("local-updates") else lambda *args: loop.run(*args, NEVER)
             (output / name).mkdir(parents=True, exist_ok=True)
             comm.barrier()
             run(config, output / name, comm)

@@ -90,6 +90,8 @@ def test_a_signal_that_was_blocked_is_heard_and_handlers_are_given_back():
     run_in_processes(1, hear_a_blocked_signal)
 
 
+# On Linux an address of this test alone: a port that it frees is not taken by another one.
+HERE = "127.0.6.1" if sys.platform == "linux" else "127.0.0.1"
 A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse http:"
 
 
@@ -98,18 +100,18 @@ A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse h
     [
         ("--elastic --workers 1", None, A_ROUND, signal.SIGINT),
         ("--elastic --resume", 0, A_ROUND, signal.SIGTERM),
-        ("--elastic --resume", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
-        ("--transport tcp", 0, "worker 0 waits for worker 1 at 127.0.0.1:", signal.SIGUSR1),
-        ("--transport tcp", 1, "worker 1 waits for worker 0 at 127.0.0.1:", signal.SIGINT),
+        ("--elastic --resume", 1, f"worker 1 waits for worker 0 at {HERE}:", signal.SIGINT),
+        ("--transport tcp", 0, f"worker 0 waits for worker 1 at {HERE}:", signal.SIGUSR1),
+        ("--transport tcp", 1, f"worker 1 waits for worker 0 at {HERE}:", signal.SIGINT),
     ],
 )
 def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, rank, awaited, number, tmp_path):
     """It was silent for minutes, and had to be killed."""
     place, bound = {}, socket.socket()
-    bound.bind(("127.0.0.1", 0))
+    bound.bind((HERE, 0))
     if rank is not None:
         port = str(bound.getsockname()[1])
-        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        place = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": HERE, "MASTER_PORT": port}
     if rank != 1:  # which dials it, and may find nobody else there
         bound.close()
     words = ("train", "digits", "--name", "alone", *options.split())

@@ -8,12 +8,12 @@ import math
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import tiny
+from helpers.interruptions import NEVER
 from helpers.spawn import spawn
 from torch import nn
 
@@ -30,7 +30,6 @@ from thinwire.lab.train.step.training import Training, check_clipping, prepare
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
 CONFIG = RunConfig("digits", workers=1, batch_size=64, epochs=1, log_every=1, model=DigitsNet(width=4), optimizer=PLAIN)
-NEVER = SimpleNamespace(requested=lambda comm, at_once: 0)
 CPU = torch.device("cpu")
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import csv
 import json
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from helpers.interruptions import NEVER
 from helpers.spawn import spawn
 from torch import nn
 from torch.nn import functional as F
@@ -26,7 +26,6 @@ from thinwire.lab.train.optimize import SGD, LearningRateSchedule, Optimizer
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.step.training import prepare
 
-NEVER = SimpleNamespace(requested=lambda comm, at_once: 0)
 CPU = torch.device("cpu")
 
 

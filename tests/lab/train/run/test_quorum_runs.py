@@ -6,10 +6,10 @@ import json
 import shutil
 import threading
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers.interruptions import NEVER, Requests
 from helpers.spawn import run_threads
 
 from thinwire.lab.train import RunConfig, train
@@ -34,7 +34,6 @@ CONFIG = RunConfig(
     optimizer=SGD(0.05),
 )
 PER_STEP = 3 * BATCH
-NO_SIGNAL = SimpleNamespace(requested=lambda comm: 0)
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def blocks(monkeypatch):
     return found
 
 
-def run(config, folder, monkeypatch, signal=NO_SIGNAL):
+def run(config, folder, monkeypatch, signal=NEVER):
     """In threads of this process; strategy and metrics share a communicator, because the strategy sends by channels alone."""
     monkeypatch.setattr(training, "_communicator", lambda config, device, comm, layout: comm)
     folder.mkdir(exist_ok=True)
@@ -138,7 +137,7 @@ def test_a_signal_stops_all_workers_at_the_same_commit(unequal, tmp_path, monkey
 
     config = replace(CONFIG, epochs=30)
     with pytest.raises(loop.Interrupted) as stop:
-        run(config, tmp_path / "run", monkeypatch, SimpleNamespace(requested=requested))
+        run(config, tmp_path / "run", monkeypatch, Requests(requested))
     checkpoint = json.loads((stop.value.checkpoint / "checkpoint.json").read_text())
     assert stop.value.signal == 15 and checkpoint["step"] == checkpoint["row"]["step"]
     assert sum(unequal.values()) * BATCH // PER_STEP == checkpoint["step"] < 30 * (1258 // PER_STEP)

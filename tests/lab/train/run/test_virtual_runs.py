@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
+from helpers.interruptions import NEVER, Requests
 from helpers.spawn import spawn
 
 from thinwire.lab.train import RunConfig
@@ -33,15 +33,15 @@ def rows_of(folder):
 def run_all(comm, folder):
     """Run the same twice, once with a stop after two steps; and overlapped gossip."""
     votes = iter([0, 15, 0, 0])
-    never, once = (SimpleNamespace(requested=ask) for ask in (lambda c, at_once: 0, lambda c, at_once: next(votes)))
+    once = Requests(lambda comm: next(votes))
     folders = [folder / name for name in ("whole", "parts", "gossip")]
     for made in folders:
         made.mkdir(exist_ok=True)
-    loop.run(CONFIG, folders[0], comm, never)
+    loop.run(CONFIG, folders[0], comm, NEVER)
     with pytest.raises(Interrupted):
         loop.run(CONFIG, folders[1], comm, once)
     loop.run(CONFIG, folders[1], comm, once)
-    loop.run(replace(CONFIG, strategy="Gossip(Mix(Ring()), overlap=True)"), folders[2], comm, never)
+    loop.run(replace(CONFIG, strategy="Gossip(Mix(Ring()), overlap=True)"), folders[2], comm, NEVER)
 
 
 def test_virtual_seconds_are_those_of_the_network_repeat_and_survive_a_resume(tmp_path):

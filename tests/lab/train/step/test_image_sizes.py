@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import tiny
+from helpers.interruptions import NEVER
 from torch import nn
 
 from thinwire.comm import ProcessGroupCommunicator
@@ -88,8 +88,7 @@ def test_a_run_in_fp32_goes_on_and_rank_0_names_the_layer(config, tmp_path, caps
     try:
         with ProcessGroupCommunicator() as comm:
             (tmp_path / "run").mkdir()
-            never = SimpleNamespace(requested=lambda comm, at_once: 0)
-            loop.run(replace(config, precision="fp32"), tmp_path / "run", comm, never)
+            loop.run(replace(config, precision="fp32"), tmp_path / "run", comm, NEVER)
     finally:
         dist.destroy_process_group()
     assert "thinwire: at images of 16x16 pixels, layer" in capsys.readouterr().err
