@@ -30,8 +30,9 @@ def test_integers(value, bounds, expected):
     [
         (0.5, [0, 1.5, math.nan, "x", True], {"above": 0, "most": 1}, "above 0 and at most 1"),
         (0, [-1, 1, math.nan, None], {"least": 0, "below": 1}, "at least 0 and below 1"),
-        (1e300, [0, math.inf, math.nan], {"above": 0, "below": math.inf}, "above 0 and finite"),
-        (math.inf, [0, math.nan], {"above": 0}, "above 0"),
+        (1e300, [0, math.inf, math.nan], {"above": 0}, "above 0 and finite"),
+        (10**400, [-(10**400), -math.inf], {"least": -1}, "at least -1 and finite"),
+        (math.inf, [0, math.nan], {"above": 0, "most": math.inf}, "above 0"),
     ],
 )
 def test_numbers(inside, outside, bounds, expected):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from operator import ge, gt, le, lt
 from typing import Any
 
 from .algorithm import require
@@ -65,6 +66,8 @@ def require_number(
 ) -> None:
     """Require a number within bounds: `above` and `below` are outside, `least` and `most` inside. NaN is never within.
 
+    Without an upper bound it must be finite; `most=math.inf` takes all.
+
     See `require_integer` for the other arguments.
 
     Raises:
@@ -77,15 +80,12 @@ def require_number(
     """
     # What is no number becomes NaN, which no bound holds for.
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
-    bounds = {
-        "above": above is None or number > above,
-        "at least": least is None or number >= least,
-        "below": below is None or number < below,
-        "at most": most is None or number <= most,
-    }
-    limits = zip(bounds, (above, least, below, most), strict=True)
-    words = ["finite" if bound == math.inf else f"{word} {bound}" for word, bound in limits if bound is not None]
-    _require(all(bounds.values()), what, value, " and ".join(words), or_none, or_schedule, hint)
+    limits = [("above", above, gt), ("at least", least, ge), ("below", below, lt), ("at most", most, le)]
+    fits = all(bound is None or compare(number, bound) for _, bound, compare in limits)
+    words = [f"{word} {bound}" for word, bound, _ in limits if bound not in (None, math.inf)]
+    if below is most is None:
+        fits, words = fits and -math.inf < number < math.inf, [*words, "finite"]
+    _require(fits, what, value, " and ".join(words), or_none, or_schedule, hint)
 
 
 def require_choice(what: str, value: object, choices: Iterable[Any]) -> None:

@@ -456,8 +456,8 @@ def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
         ({"number": "3"}, "number must be an integer from 0 to 1000000, got '3'"),
         ({"number": 10**7}, "number must be an integer from 0 to 1000000, got 10000000"),
         ({"min_workers": 0}, "min_workers must be an integer, 1 or more, got 0"),
-        ({"timeout_seconds": -1}, "timeout_seconds must be above 0, got -1"),
-        ({"quorum_seconds": 0}, "quorum_seconds must be above 0, got 0"),
+        ({"timeout_seconds": -1}, "timeout_seconds must be above 0 and finite, got -1"),
+        ({"quorum_seconds": 0}, "quorum_seconds must be above 0 and finite, got 0"),
         ({"check_every": 1.5}, "check_every must be an integer, 0 or more, got 1.5"),
     ],
 )

@@ -75,7 +75,7 @@ def check_fixed_undirected(averager: GossipAverager, size: int) -> None:
 def check_step_size(averager: GossipAverager, value: object, or_none: bool = False) -> None:
     """Raise ValueError unless a step size is a positive number."""
     name = f"{type(averager).__name__}: step_size"
-    require_number(name, value, above=0, below=float("inf"), or_none=or_none, hint="; lower is more stable")
+    require_number(name, value, above=0, or_none=or_none, hint="; lower is more stable")
 
 
 def check_stable(averager: GossipAverager, step_size: float | None, size: int) -> None:

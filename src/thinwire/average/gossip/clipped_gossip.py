@@ -80,7 +80,7 @@ class ClippedGossip(GossipAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("ClippedGossip: tau", self.tau, above=0, or_none=True)
+        require_number("ClippedGossip: tau", self.tau, above=0, most=math.inf, or_none=True)
         require_integer("ClippedGossip: faulty", self.faulty, 0)
         require(
             not isinstance(self.topology, Hierarchical),

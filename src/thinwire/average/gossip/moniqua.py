@@ -79,7 +79,7 @@ class Moniqua(GossipAverager):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("Moniqua: theta", self.theta, above=0, below=float("inf"), or_none=True)
+        require_number("Moniqua: theta", self.theta, above=0, or_none=True)
         require_integer("Moniqua: bits", self.bits, 2, 8, hint="; at 1 bit rounding exceeds the modulus")
         check_step_size(self, self.step_size, or_none=True)
 

@@ -28,7 +28,7 @@ class Clip(Algorithm, ABC):
 
     def __post_init__(self) -> None:
         for bound in fields(self):
-            require_number(f"{type(self).__name__}: {bound.name}", getattr(self, bound.name), above=0, below=math.inf)
+            require_number(f"{type(self).__name__}: {bound.name}", getattr(self, bound.name), above=0)
 
     @abstractmethod
     def apply(self, gradient: Tensor, num_workers: int, norm: float | None = None) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -46,7 +47,7 @@ class CenteredClipping(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("CenteredClipping: tau", self.tau, above=0)
+        require_number("CenteredClipping: tau", self.tau, above=0, most=math.inf)
         require_integer("CenteredClipping: iterations", self.iterations, 1)
 
     def combine(self, messages: Messages) -> Combined:

@@ -44,7 +44,7 @@ class GeometricMedian(Rule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_integer("GeometricMedian: iterations", self.iterations, 1)
-        require_number("GeometricMedian: nu", self.nu, above=0, below=math.inf)
+        require_number("GeometricMedian: nu", self.nu, above=0)
 
     def combine(self, messages: Messages) -> Combined:
         products = gram(messages.rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -42,7 +41,7 @@ class MedianNorm(Rule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_number("MedianNorm: factor", self.factor, least=1, below=math.inf)
+        require_number("MedianNorm: factor", self.factor, least=1)
 
     def combine(self, messages: Messages) -> Combined:
         factors, norms, dropped = self.factors(messages)

@@ -65,7 +65,7 @@ class Threshold(_ByMagnitude):
     value: float | Schedule = 0.001
 
     def __post_init__(self) -> None:
-        require_number("Threshold: value", self.value, above=0, below=math.inf, or_schedule=True)
+        require_number("Threshold: value", self.value, above=0, or_schedule=True)
 
     def under_scale(self, factor: float) -> Threshold:
         return Threshold(number(self.value) * factor)

@@ -66,7 +66,7 @@ def test_virtual_seconds_are_those_of_the_network_repeat_and_survive_a_resume(tm
         ({"network": "fast,1ms"}, "rate"),
         ({"per_node": 3}, "must divide"),
         ({"network": None}, "belong to a network"),
-        ({"compute": -1.0}, "compute must be at least 0, or None, got -1.0 seconds"),
+        ({"compute": -1.0}, "compute must be at least 0 and finite, or None, got -1.0 seconds"),
     ],
 )
 def test_mistakes_are_named(changes, expected):

@@ -26,7 +26,7 @@ from helpers.program import Program, wait_until, workers_of
 from thinwire.comm import CommunicationError, notice
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.run.interrupt import Interrupted
-from thinwire.lab.train.start import connect, elastic_tasks, launch
+from thinwire.lab.train.start import connect, elastic_tasks, launch, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
 
@@ -283,6 +283,17 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
     with pytest.raises(CommunicationError, match="the workers did not connect"):
         with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place):
             pass
+
+
+@pytest.mark.parametrize(("interface", "place"), [(None, "127.0.0.1"), ("eth3", "10.7.1.2")])
+def test_other_machines_reach_the_lighthouse_if_the_interface_to_them_is_named(interface, place, monkeypatch, tmp_path):
+    begun = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr(spawn, "own_address", lambda interface: (socket.AF_INET, "10.7.1.2"))
+    monkeypatch.setattr(spawn, "lighthouse_of", begun)
+    config = RunConfig("digits", elastic=True, interface=interface)
+    with pytest.raises(InterruptedError):
+        spawn.spawn(config, tmp_path)
+    begun.assert_called_once_with(config, place, 0)
 
 
 @pytest.mark.parametrize("one_node", [True, False])

@@ -289,7 +289,7 @@ def test_the_time_limit_reaches_the_strategy_and_is_no_part_of_the_result():
         assert training.own_comm._closed
     finally:
         dist.destroy_process_group()
-    with pytest.raises(ValueError, match="timeout must be above 0, got 0 seconds"):
+    with pytest.raises(ValueError, match="timeout must be above 0 and finite, got 0 seconds"):
         RunConfig("digits", timeout=0)
 
 

@@ -15,6 +15,7 @@ from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
 from .connect import credentials_of, has_own_gpu, warn_if_open
+from .environment import LOOPBACK
 
 log = logging.getLogger("thinwire")
 
@@ -41,7 +42,8 @@ def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
         lighthouse = Lighthouse(config.min_workers, host, port, config.timeout, credentials)
     except OSError as error:
         raise ValueError(f"the Lighthouse cannot listen at {host}:{port}: {error.strerror or error}") from None
-    text = f"others join with --elastic --lighthouse {lighthouse.address} --first-worker {config.workers}"
+    others = "others on this machine" if host == LOOPBACK else "others"
+    text = f"{others} join with --elastic --lighthouse {lighthouse.address} --first-worker {config.workers}"
     text += " --credentials FOLDER" * (credentials is not None)
     log.info(text)
     try:

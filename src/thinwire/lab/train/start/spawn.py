@@ -12,6 +12,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
+from ....comm.addresses import own_address
 from ....comm.process_world import worker_context
 from ..config import RunConfig
 from ..results.callbacks import Callback
@@ -40,11 +41,12 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
     """
     credentials = credentials_of(config)
     store = loopback_store(config.port, credentials)
-    meeting = None if credentials is None else credentials.address
+    host = LOOPBACK if config.interface is None else own_address(config.interface)[1]
+    meeting = (credentials and credentials.address) or (host, 0)
     context = worker_context(PRELOADED)
     workers: list[BaseProcess] = []
     with ExitStack() as stack:
-        lighthouse = stack.enter_context(lighthouse_of(config, *(meeting or (LOOPBACK, 0)))) if config.elastic else None
+        lighthouse = stack.enter_context(lighthouse_of(config, *meeting)) if config.elastic else None
         requests = stack.enter_context(requests_passed_on(workers))
 
         def start(place: int, is_restart: bool) -> BaseProcess:
