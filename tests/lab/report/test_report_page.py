@@ -371,7 +371,7 @@ def test_what_training_writes_is_what_a_report_reads(tmp_path):
 @pytest.mark.parametrize(
     ("low", "high", "labels"),
     [
-        (1e-13, 3.0, "10⁻¹² 10⁻¹⁰ 10⁻⁸ 10⁻⁶ 10⁻⁴ 10⁻² 1"),
+        (1e-12, 3.0, "10⁻¹² 10⁻¹⁰ 10⁻⁸ 10⁻⁶ 10⁻⁴ 10⁻² 1"),
         (0.02, 300.0, "0.1 1 10 100"),
         (3e-4, 0.02, "3×10⁻⁴ 10⁻³ 3×10⁻³ 10⁻²"),
     ],
