@@ -141,6 +141,10 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--clip-norm", "much"], "--clip-norm must be a number, got 'much'; see"),
         (["--precision", "fp8"], "--precision must be one of 'fp32', 'bf16', 'fp16', got 'fp8'; see"),
         (["--output"], "--output needs a value; see"),
+        (["--optimizer.momentum", "2"], "thinwire: optimizer.momentum must be at least 0 and below 1, got 2.0; see"),
+        (["--optimizer.kind", "adma"], "unknown optimizer.kind 'adma'; did you mean 'Adam'?"),
+        (["--optimizer.kind"], "--optimizer.kind needs a kind, such as --optimizer.kind Adam"),
+        (["--optimizer.kind", "Adam", "--optimizer.momentum", "0"], "unknown option '--optimizer.momentum'; did"),
         (["--wrokers", "2"], "did you mean '--workers'"),
         (["--epochs", "0"], "epochs must be an integer, 1 or more"),
         (["--output", "/proc/nowhere"], "/proc/nowhere"),
@@ -273,6 +277,17 @@ def test_configuration_files_are_composed_in_order_and_options_come_last(tmp_pat
     (tmp_path / "wrong.toml").write_text("optimiser.momentum = 1\n")
     wrong = thinwire("train", "digits", "--config", "wrong.toml", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("thinwire: wrong.toml: unknown field 'optimiser'")
+
+
+def test_an_option_takes_another_optimizer_with_its_own_options(tmp_path):
+    (tmp_path / "short.toml").write_text("workers = 1\nmax_steps = 1\n")
+    chosen = ("--config", "short.toml", "--optimizer.kind", "Adam", "--optimizer.beta2", 0.9)
+    done = thinwire("train", "digits", *chosen, "--name", "one", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    used = json.loads((tmp_path / "runs" / "one" / "config.json").read_text())["optimizer"]
+    assert (used["kind"], used["learning_rate"], used["beta2"]) == ("Adam", 7e-4, 0.9)
+    shown = thinwire("train", "digits", *chosen, "--help", cwd=tmp_path).stdout
+    assert "--optimizer.eps" in shown and "--optimizer.momentum" not in shown
 
 
 def test_configuration_files_change_parts_of_an_averager_as_in_deep_gradient_compression(tmp_path):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WORDS = {
     r"^Error parsing (--\S+): invalid literal for int\(\) with base 10: ": r"\1 must be a whole number, got ",
     r"^Error parsing (--\S+): could not convert string to float: ": r"\1 must be a number, got ",
-    r"^Error parsing [A-Z]\w*: ": "",  # the message is that of the dataclass
+    r"^Error parsing \w[\w.]*: ": "",  # the message is that of the dataclass
     r"^Missing value for argument '(.*?)'\. Expected 1 values": r"\1 needs a value",
     r"^invalid choice (.*) for argument '(.*)'\. Expected one of \((.*?),?\)": r"\2 must be one of \3, got \1",
 }

@@ -32,6 +32,9 @@ and mpirun, which then start the workers:
 
 --strategy.averager.codec.ratio 0.001 changes one part of the strategy; so does strategy.averager.codec.ratio = 0.001 in a file.
 
+--optimizer.kind Adam takes another optimizer with its defaults; add --help for its options. So do --data.kind, --model.kind and
+--loss.kind.
+
 --metrics [ADDRESS:]PORT serves the run's live page while it trains, and its numbers for Prometheus at /metrics. It is the page
 of `thinwire watch RUN --serve [ADDRESS:]PORT`.
 
@@ -44,6 +47,8 @@ Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--r
 `thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """
 
+KINDS = ("--data.kind", "--model.kind", "--loss.kind", "--optimizer.kind")
+
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
@@ -51,6 +56,7 @@ def train_command(options: list[str]) -> None:
     if recipe in ("-h", "--help"):
         print(TRAIN_USAGE, end="")
         return
+    from ..overrides import overridden
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
     from ..train.start.environment import set_variables
@@ -71,7 +77,10 @@ def train_command(options: list[str]) -> None:
         default = _of_checkpoint(default, checkpoint)
     files, rest = _taken(options, "--config", "a file, such as slow-network.toml")
     default = _composed(default, files)
-    about, others = known[recipe].about, ("--config", "--evaluate", "--metrics")
+    for name in KINDS:
+        kinds, rest = _taken(rest, name, "a kind, such as --optimizer.kind Adam")
+        default = overridden(default, {name.removeprefix("--"): kind for kind in kinds})
+    about, others = known[recipe].about, ("--config", "--evaluate", "--metrics", *KINDS)
     config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
     if checkpoint is not None:
         _evaluate(config, checkpoint)
