@@ -92,8 +92,9 @@ def train_command(options: list[str]) -> None:
         serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
     folder = trained(config, lambda stop: _advice(recipe, again, config, stop), serve)
     if os.environ.get("RANK", "0") == "0":
-        title = f"{config.recipe}, {config.workers} worker{'s' * (config.workers != 1)}, seed {config.seed}"
-        show(summary_table([read_run(folder)], title))
+        run = read_run(folder)
+        workers = run.summary.get("workers", config.workers)
+        show(summary_table([run], f"{config.recipe}, {workers} worker{'s' * (workers != 1)}, seed {config.seed}"))
         print(f"  {folder}")
 
 

@@ -108,7 +108,7 @@ def test_a_run_goes_on_from_the_newest_checkpoint_that_any_worker_has_on_its_own
     states = [torch.load(path / "step-000012/shared.pt", weights_only=True)["model"] for path in checkpoints]
     assert all(torch.equal(value, other[name]) for other in states[1:] for name, value in states[0].items())
     assert {json.loads((path / "step-000012/checkpoint.json").read_text())["rounds"] for path in checkpoints} == {12}
-    assert all((disk / "runs/run/summary.json").exists() for disk in disks)
+    assert [json.loads((disk / "runs/run/summary.json").read_text())["workers"] for disk in disks] == [3, 3, 3]
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again(tmp_path, monkeypatch):

@@ -10,14 +10,14 @@ from ..data import Dataset
 
 
 def summary(config: RunConfig, data: Dataset, last: dict[str, float], strategy: AveragerAttachment) -> dict[str, Any]:
-    """The contents of `summary.json`. Bytes are means over the workers."""
+    """The contents of `summary.json`. Bytes are means over the workers; "workers" of an elastic run are those of the end."""
     ledger, bytes_sent = strategy.ledger, last["bytes_sent"]
     tested = {key: value for key, value in last.items() if key.startswith(("test_", "mean_model_", "consensus_"))}
     trained = {f"train_{name}": last[name] for name in ("accuracy", "loss") if name in last}
     return {
         "recipe": config.recipe,
         "strategy": repr(strategy.strategy),
-        "workers": config.workers,
+        "workers": last.get("workers", config.workers),
         "seed": config.seed,
         "metric": f"test_{data.best_metric}",
         "lower_is_better": data.best_metric in data.lower_is_better,
