@@ -132,7 +132,7 @@ class Mean(Averager):
             require(
                 self._may_gather and nodes is None and self.divide_by == "workers",
                 f"Mean: {self.rule} needs every worker's message; use exchange='all_gather', without workers_per_node and "
-                f"divide_by, got exchange={self.exchange!r}",
+                f"divide_by, got exchange={self.exchange!r}, workers_per_node={nodes} and divide_by={self.divide_by!r}",
             )
         require(
             self._may_use_nodes or (nodes is None and (exchange is None or exchange.tells_support)),

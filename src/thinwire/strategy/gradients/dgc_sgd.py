@@ -86,11 +86,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tenso
         # The first beta of Adam is momentum too.
         own = group.get("momentum")
         momentum = own or next(iter(group.get("betas", ())), 0)
-        remedy = (
-            "--optimizer.momentum 0"
-            if own
-            else 'a --config file with optimizer.kind = "SGD" and optimizer.momentum = 0'
-        )
+        remedy = "--optimizer.momentum 0" if own else "--optimizer.kind DGCSGD"
         require(
             not momentum or ours.isdisjoint(map(id, group["params"])),
             f"{type(optimizer).__name__} has momentum {momentum} of its own, and the averaged gradients carry momentum "
