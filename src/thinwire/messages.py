@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
 
 log = logging.getLogger("thinwire")
+_shown = warnings.showwarning
 
 
 def is_configured() -> bool:
@@ -33,3 +37,22 @@ def install() -> None:
     log.addHandler(UntilConfigured())
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
+
+
+def install_for_warnings() -> None:
+    """Send warnings of the package's code to the logger too: on a command line, the line of code that warns says nothing."""
+    warnings.showwarning = _show
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    if filename.startswith(str(Path(__file__).parent)):
+        log.warning("%s", message)
+    else:
+        _shown(message, category, filename, lineno, file, line)

@@ -136,6 +136,7 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--method", "topk"], "unknown option '--method'; here: --strategy.averager.codec"),
         (["--flavour", "topk"], "unknown option '--flavour'; see thinwire train digits --help"),
         (["--network", "alexnet"], "got 'alexnet'; the recipe chooses the model: thinwire train --list"),
+        (["--no-listen"], "several workers that take no connections need a relay; leave --no-listen out"),
         (["--workers", "0"], "workers must be an integer, 1 or more, got 0"),
         (["--workers", "two"], "--workers must be a whole number, got 'two'; see thinwire train digits --help"),
         (["--clip-norm", "much"], "--clip-norm must be a number, got 'much'; see"),
@@ -277,6 +278,13 @@ def test_configuration_files_are_composed_in_order_and_options_come_last(tmp_pat
     (tmp_path / "wrong.toml").write_text("optimiser.momentum = 1\n")
     wrong = thinwire("train", "digits", "--config", "wrong.toml", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("thinwire: wrong.toml: unknown field 'optimiser'")
+
+
+def test_advice_is_a_line_as_all_messages_are(tmp_path):
+    options = ("--strategy", "Gradients(Mean(OneBit()))", "--workers", 1, "--max-steps", 1)
+    done = thinwire("train", "digits", *options, cwd=tmp_path)
+    assert done.returncode == 0
+    assert done.stderr == "thinwire: Mean(OneBit()) loses what OneBit() does not send; write Mean(OneBit(), ErrorFeedback())\n"
 
 
 def test_an_option_takes_another_optimizer_with_its_own_options(tmp_path):

@@ -11,6 +11,7 @@ import select
 import sys
 from collections.abc import Sequence
 
+from ...messages import install_for_warnings
 from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .doctor import doctor_command
@@ -62,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     `train` has more exit codes.
     """
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    install_for_warnings()
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")
         if missing := missing_packages(command):

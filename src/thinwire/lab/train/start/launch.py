@@ -100,6 +100,10 @@ def _with_credentials(config: RunConfig) -> RunConfig:
 
 
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart) -> Path:
+    require(
+        config.workers == 1 or config.listen or config.relay is not None,
+        "several workers that take no connections need a relay; leave --no-listen out, or add --relay HOST:PORT",
+    )
     credentials = credentials_of(config)
     meets_here = config.lighthouse is None and (credentials is None or credentials.address is None)
     choose_interface(config.interface, one_node=not config.elastic or meets_here)

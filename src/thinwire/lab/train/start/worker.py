@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
 from ....comm.store import Store, connected_store
+from ....messages import install_for_warnings
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
@@ -55,6 +56,7 @@ def work(
     end_with_parent()
     threading.Thread(target=end_with_launcher, daemon=True).start()
     threading.excepthook = ignore_file_errors
+    install_for_warnings()
     host = LOOPBACK if lighthouse is None else urlsplit(lighthouse).hostname or LOOPBACK
     environment = Environment("thinwire", place, config.workers, place, config.workers, host, port)
     os.environ.update(environment.variables())
