@@ -99,7 +99,7 @@ def predict(
         model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
         compute_seconds: forward, backward and optimizer of one step on one worker.
         network: workers, nodes and links.
-        speeds: of the codecs; by default those of `docs/benchmarks.md`.
+        speeds: of the codecs; by default those of `thinwire.plan.speeds`.
         candidates: what to compare, by default `methods()`; dense float32 and bfloat16 are always predicted.
         optimizer: whose accuracies are shown: "sgd", "adam" or "muon", in any case; "adamw" is "adam" too. None takes those
             that were measured, by any.

@@ -1,6 +1,6 @@
 """How fast codecs are, as shares of the speed of a memory copy.
 
-The table is from `docs/benchmarks.md` ("Codecs against a memory copy", one thread). Its last rows are assumed.
+Measured by `thinwire bench codecs` on one thread, 2026-11-20; `docs/benchmarks.md` has a later run. The last rows are assumed.
 `thinwire plan --measure` measures on the machine at hand.
 """
 
