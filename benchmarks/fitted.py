@@ -224,11 +224,12 @@ def run(task: Task, strategy: str, seed: int, data: Any) -> dict[str, float]:
 def table(options: argparse.Namespace) -> None:
     """The table of quality at equal bytes."""
     rows = some(options.results)
-    names = "task, named codec, dense, named, best single, fitted, gap closed, MB: named, best single, fitted, seeds"
+    names = "task: dense, budget, named, best single, fitted, gap closed, MB"
     lines = table_head(names.split(", "))
     for label in TASKS:
         of_task = [row for row in rows if row["task"] == label]
         dense = {row["seed"]: row["quality"] for row in of_task if row["kind"] == "dense"}
+        heading = f"{label}: {spread(dense.values())}" if dense else ""
         for budget in SINGLE:
             ours = [row for row in of_task if row["budget"] == budget and row["seed"] in dense]
             fitted = [row for row in ours if row["kind"] == "fitted"]
@@ -238,13 +239,14 @@ def table(options: argparse.Namespace) -> None:
                 continue
             best = min if TASKS[label].text else max
             single = best(others, key=lambda runs: mean(r["quality"] for r in runs))
-            named, codec = others[0], SINGLE[budget]
-            shown = " / ".join(gap_closed(fitted, runs, dense) for runs in (named, single))
-            qualities = [spread(r["quality"] for r in runs) for runs in (named, single, fitted)]
+            shown = "/".join(gap_closed(fitted, runs, dense) for runs in (others[0], single))
+            each = (others[0], single, fitted)
+            qualities = [spread(r["quality"] for r in runs) for runs in each]
             qualities[1] += f": `{single[0]['codec']}`"
-            megabytes = [f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in (named, single, fitted)]
-            cells = [label, f"{budget}: `{codec}`", spread(dense.values()), *qualities, shown, *megabytes]
-            lines.append(table_row([*cells, len(fitted)]))
+            qualities[2] += "" if len(fitted) == len(SEEDS) else f" ({len(fitted)} of {len(SEEDS)} seeds)"
+            megabytes = "/".join(f"{mean(r['bytes_sent'] for r in runs) / 1e6:.1f}" for runs in each)
+            lines.append(table_row([heading, budget, *qualities, shown, megabytes]))
+            heading = ""
     publish(PAGE, "quality", lines)
 
 
@@ -317,7 +319,7 @@ def errors(options: argparse.Namespace) -> None:
                 for weighting in ("relative", "squared"):
                     chosen = fit(tw.Fitted(single, weighting=weighting), now)
                     shares.append(lost(chosen, after, weighting) / lost(single, after, weighting))
-                cells.append(" / ".join(f"{share:.2g}" for share in shares))
+                cells.append("/".join(f"{share:.2g}" for share in shares))
             lines.append(table_row([label, step, *cells]))
             print(lines[-1], flush=True)
     publish(PAGE, "errors", lines)
