@@ -160,10 +160,9 @@ class AsynchronousRounds:
 
     def _choose_period(self, step: int) -> None:
         """Set H and tau of this worker, in a period of which `step` steps are done."""
-        speed = self._timer.speed
-        self.protocol.speed = speed
+        self.protocol.speeds[self._comm.rank] = speed = self._timer.speed
         if self._quorum.follow_speed:
-            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
+            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values()])
             self.every = max(every, step)  # a period in which more steps are done ends at once
             # Rounded up: with a delay of 0 a slow worker waited for each round (docs/negative-results.md).
             self.delay = -(-self._strategy.delay * every // self._strategy.every)

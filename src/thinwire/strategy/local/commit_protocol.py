@@ -113,13 +113,12 @@ class CommitProtocol:
 
     Attributes:
         delay_seconds: how long this worker trains on before it needs the round of its change.
-        speed: of this worker, in steps a second; sent with each share.
-        speeds: the last known speeds of the members by rank.
+        speeds: the last known speeds of the members by rank, in steps a second. This worker's own is sent with each share.
     """
 
     def __init__(self, quorum: Quorum, num_fragments: int, comm: Communicator, max_bytes: int):
         self.rank, self._quorum = comm.rank, quorum
-        self.delay_seconds, self.speed, self.speeds = 0.0, 0.0, dict[int, float]()
+        self.delay_seconds, self.speeds = 0.0, {self.rank: 0.0}
         # Reentrant, because `drain` calls `take` while it holds the lock.
         self._lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(self._lock)
@@ -157,7 +156,6 @@ class CommitProtocol:
         with self._changed:
             log = self._fragments[fragment]
             log.sent += 1
-            self.speeds[self.rank] = self.speed
             payload = self._packed(Share(self.rank, fragment, log.sent, base, tokens, *blocks, message))
             for peer in self._others():
                 self._messenger.post(peer, QuorumMessage.SHARE, payload)
@@ -167,8 +165,7 @@ class CommitProtocol:
     def tell_speed(self) -> None:
         """Tell the others how fast this worker is, before its first share."""
         with self._changed:
-            self.speeds[self.rank] = self.speed
-            self._tell(self._others(), {"is": "speed", "speed": self.speed})
+            self._tell(self._others(), {"is": "speed", "speed": self.speeds[self.rank]})
 
     def take(self, fragment: int, up_to: int | None = None) -> list[CommittedRound]:
         """The rounds of a fragment that this worker has not taken yet, in order."""
