@@ -160,8 +160,8 @@ def recorded(comm, strategy, steps, log):
     if comm.rank == 0:
         commit = handle._asynchronous._commit
 
-        def commit_and_record(fragment, one, apply):
-            result = commit(fragment, one, apply)
+        def commit_and_record(fragment, one):
+            result = commit(fragment, one)
             anchor = torch.cat([a.detach().reshape(-1) for _, a in fragment.anchors]).double()
             log.append((one, anchor))
             return result
