@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 from ...algorithm import able_to
-from ..files import write_json
+from ..files import read_json, write_json
 from .file import PlannedRun, planned
 from .status import BEGINS, finished_summary, locked
-from .tasks import read_json
 
 # Variables of a launcher (torchrun, srun, mpirun) that started the sweep. Runs must not see them: they start their own workers.
 LAUNCHER = re.compile(
