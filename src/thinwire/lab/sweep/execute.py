@@ -40,9 +40,8 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=outer | {"OMP_NUM_THREADS": str(run.task.threads(run.config))},
-            pass_fds=[
-                lock.fileno()
-            ],  # the lock belongs to the open file, so the child keeps it after this process closes it
+            # The lock belongs to the open file, so the child keeps it after this process closes it.
+            pass_fds=[lock.fileno()],
             start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops its runs
         )
 
