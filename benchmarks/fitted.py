@@ -45,8 +45,6 @@ PHASES = (5, 60, 150)
 PAGE = DOCS / "fitted.md"
 RESULTS = Path("runs/fitted/results.jsonl")
 
-Batches = Callable[[int, int], tuple[Tensor, Tensor]]  # of a worker and a step
-
 
 @dataclass(frozen=True)
 class Task:

@@ -293,12 +293,7 @@ class ElasticSampler:
     def _position(self) -> dict[str, Any]:
         """What is alike on all workers."""
         leases = {str(number): list(lease) for number, lease in self._leases.items()}
-        return {
-            "next": self._next,
-            "returned": list(self._returned),
-            "leases": leases,
-            "per_step": self.per_step,
-        }
+        return {"next": self._next, "returned": list(self._returned), "leases": leases, "per_step": self.per_step}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Go on from a checkpoint, with any number of workers. With as many, each keeps the leases of its open round.

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from helpers.ledgers import ledger_of_round
 from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
@@ -388,11 +389,7 @@ def test_a_state_of_another_world_does_not_load():
 
 
 def bytes_of_a_step(comm, averager, shapes):
-    tensors = [(name, torch.ones(shape)) for name, shape in shapes.items()]
-    state = averager.init(tensors, comm)
-    before = comm.ledger.snapshot()
-    averager.step(state, tensors, comm).wait()
-    return comm.ledger.since(before)
+    return ledger_of_round(comm, averager, [(name, torch.ones(shape)) for name, shape in shapes.items()])
 
 
 @pytest.mark.parametrize("codec", [tw.codec.Identity(), SPARSE, QUANTIZED, CHAIN, tw.codec.SignNorm()], ids=repr)

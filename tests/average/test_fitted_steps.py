@@ -131,5 +131,5 @@ def test_moniqua_counts_the_largest_weight_of_any_worker():
     """On an irregular graph, that of rank 0 may be less, and the step would be too large."""
     graph = Graph(((0, 1), (1, 2), (1, 3), (1, 4), (1, 5), (5, 6), (6, 7)))
     p, mu = 1 / 3, float(np.linalg.eigvalsh(np.eye(8) - graph.matrix(0, 8))[-1])
-    control = MoniquaStepControl.of(graph, 8, torch.device("cpu"), 2, 1.0, {})
+    control = MoniquaStepControl.of(graph, 8, torch.device("cpu"), 1.0, {})
     assert control._best_step(1.5) == pytest.approx(1 / (2 * p * 1.5 + mu))

@@ -8,6 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers.gradients import fingerprint, train, train_with_scaler
+from helpers.ledgers import ledger_of_round
 from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
@@ -135,10 +136,7 @@ def test_the_ledger_holds_the_formula(averager, size):
     """2(W-1)/W * 4 (sum of r(n + m) + dense), in two all-reduces a call."""
 
     def worker(comm):
-        state = averager.init(gradients(comm.rank, 0), comm)
-        before = comm.ledger.snapshot()
-        averager.step(state, gradients(comm.rank, 0), comm).wait()
-        return comm.ledger.since(before)
+        return ledger_of_round(comm, averager, gradients(comm.rank, 0))
 
     low_rank, dense = averager.rank * (16 + 27 + 20 + 40), 16 + 12 + 1
     if averager.rank == 1:  # 3 + 4 < 12
@@ -151,10 +149,8 @@ def test_the_ledger_holds_the_formula(averager, size):
 
 def test_without_matrices_there_is_one_all_reduce():
     def worker(comm):
-        state, x = tw.PowerSGD().init([("b", torch.ones(3))], comm), torch.full((3,), float(comm.rank))
-        before = comm.ledger.snapshot()
-        tw.PowerSGD().step(state, [("b", x)], comm).wait()
-        return comm.ledger.since(before).collectives["all_reduce"].calls, x.tolist()
+        x = torch.full((3,), float(comm.rank))
+        return ledger_of_round(comm, tw.PowerSGD(), [("b", x)]).collectives["all_reduce"].calls, x.tolist()
 
     assert tw.LocalWorld(3).run(worker) == [(1, [1.0] * 3)] * 3
 

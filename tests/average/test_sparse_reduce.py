@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from helpers.ledgers import ledger_of_round
 from torch import Tensor, nn
 
 import thinwire as tw
@@ -253,11 +254,7 @@ def test_hot_parts_of_a_matrix_are_spread_over_all_regions(kind: str) -> None:
 
 
 def bytes_of_a_step(comm: tw.comm.Communicator, averager: tw.Mean, tensors_of) -> tw.comm.Ledger:
-    tensors = tensors_of(comm.rank)
-    state = averager.init(tensors, comm)
-    before = comm.ledger.snapshot()
-    averager.step(state, tensors, comm).wait()
-    return comm.ledger.since(before)
+    return ledger_of_round(comm, averager, tensors_of(comm.rank))
 
 
 @pytest.mark.parametrize("codec", [SPARSE, CHAIN], ids=repr)

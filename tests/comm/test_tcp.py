@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import itertools
 import json
-import logging
 import os
 import resource
 import socket
@@ -20,7 +19,7 @@ from helpers import traffic
 from helpers.keys import keys_of
 from helpers.lost_connections import loses_all_connections
 from helpers.program import programs, wait_until
-from helpers.spawn import retire, run_tcp, spawn
+from helpers.spawn import logged, retire, run_tcp, spawn
 
 from thinwire.comm import CommunicationError, transport
 from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
@@ -151,10 +150,7 @@ def waits_long(comm) -> list[str]:
     """For a worker that is late, and then for a line that is cut."""
     retire()
     endpoint.LATE_SECONDS = 0.2
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
+    lines = logged()
     if comm.rank == 1:
         time.sleep(2.0)
     comm.barrier()
@@ -181,10 +177,7 @@ def test_a_worker_that_waits_long_says_why():
 
 
 def gets_connections_of_outsiders(comm, folder: str) -> list[str]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
+    lines = logged()
     address = comm._connections.contact[:2]
     connections = [socket.create_connection(address) for _ in range(3)]
     connections[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
@@ -202,10 +195,7 @@ def test_outsiders_are_sent_away_and_the_run_goes_on(tmp_path):
 def runs_out_of_descriptors(comm) -> tuple[int, float]:
     """Rank 0 may open no more files while others knock."""
     retire()
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
+    lines = logged()
     host, port = comm.gather_objects(comm._connections.contact[:2])[0]
     if comm.rank == 0:
         before = resource.getrlimit(resource.RLIMIT_NOFILE)

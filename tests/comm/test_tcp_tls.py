@@ -19,7 +19,7 @@ import torch
 from helpers.keys import another, keys_of
 from helpers.lost_connections import loses_all_connections
 from helpers.program import wait_until
-from helpers.spawn import retire, spawn
+from helpers.spawn import logged, retire, spawn
 
 from thinwire.comm import Credentials
 from thinwire.comm.addresses import own_address
@@ -247,10 +247,7 @@ def without_certificate(connection: socket.socket, folder: Path) -> ssl.SSLSocke
 
 def attacks(comm, folder: Path) -> tuple[list[str], int]:
     """Rank 1 attacks rank 0, in all ways but one with the run's true secret."""
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("thinwire").addHandler(handler)
+    lines = logged()
     address, secret = tuple(comm.gather_objects(comm._connections.contact[:2])[0]), comm._connections._secret
     memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if comm.rank == 1:

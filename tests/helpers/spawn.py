@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import logging
 import multiprocessing
 import os
 import pickle
@@ -43,6 +44,15 @@ PRELOADED = [
 _is_retired = False
 
 _idle: list[tuple[BaseProcess, Connection]] = []  # workers of earlier calls, which have imported the test files already
+
+
+def logged() -> list[str]:
+    """What thinwire logs in this process from now on; `caplog` hears only the process of pytest."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("thinwire").addHandler(handler)
+    return lines
 
 
 def spawn(

@@ -10,6 +10,7 @@ from dataclasses import is_dataclass, replace
 
 import pytest
 import torch
+from helpers.ledgers import ledger_of_round
 
 import thinwire as tw
 from thinwire.comm import Ledger
@@ -51,10 +52,7 @@ AVERAGERS = [
 def real_ledger(comm, averager, shapes=SHAPES):
     generator = torch.Generator().manual_seed(comm.rank)
     tensors = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(shapes)]
-    state = averager.init(tensors, comm)
-    before = comm.ledger.snapshot()
-    averager.step(state, tensors, comm).wait()
-    return comm.ledger.since(before)
+    return ledger_of_round(comm, averager, tensors)
 
 
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)

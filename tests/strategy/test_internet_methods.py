@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.ledgers import ledger_of_round
 from helpers.spawn import run_threads
 from torch import nn
 
@@ -278,10 +279,7 @@ def test_bytes_of_the_released_rules(averager, values, value_bytes):
 
     def worker(comm):
         xs = [("w", torch.randn(100, 130)), ("b", torch.randn(192))]
-        state = averager.init(xs, comm)
-        before = comm.ledger.snapshot()
-        averager.step(state, xs, comm).wait()
-        return comm.ledger.since(before).bytes_sent
+        return ledger_of_round(comm, averager, xs).bytes_sent
 
     indices = [min(-(-11 * values[0] // 8), tw.kernels.indices.nbytes(values[0], 13_000))]
     indices += [0 if values[1] == 192 else min(-(-6 * values[1] // 8), tw.kernels.indices.nbytes(values[1], 192))]
@@ -378,12 +376,8 @@ def test_dion_loses_nothing_of_an_infinite_or_zero_gradient():
 
 def test_dion_sends_what_it_says():
     def worker(comm):
-        averager = tw.average.Dion(rank=2)
         xs = [("w", torch.randn(30, 20)), ("b", torch.randn(7))]
-        state = averager.init(xs, comm)
-        before = comm.ledger.snapshot()
-        averager.step(state, xs, comm).wait()
-        return comm.ledger.since(before).bytes_sent
+        return ledger_of_round(comm, tw.average.Dion(rank=2), xs).bytes_sent
 
     assert sum(run_threads(4, worker)) == 2 * 3 * 4 * (2 * (30 + 20) + 7)
 

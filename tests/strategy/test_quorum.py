@@ -108,6 +108,27 @@ def test_a_worker_of_half_the_speed_takes_half_the_steps_and_counts_half(monkeyp
     assert committed.tokens == 2 * 8 * 9 + 8 + 4 * 8
 
 
+def slowed_down(comm, strategy, clocks, seconds):
+    """Trains with a step of each of these durations; returns how many steps there were from one round to the next."""
+    model = make_model()
+    optimizer = adamw(model)
+    found = set()
+    with tw.attach(model, optimizer, strategy, comm=comm) as handle:
+        for step, clocks.seconds[0] in enumerate(seconds):
+            backward(model, 0, step)
+            clocks.step(0)
+            optimizer.step()
+            found.add(handle._asynchronous.every)
+        handle.synchronize()
+    return found
+
+
+def test_the_fastest_worker_keeps_every_when_it_gets_slower(monkeypatch):
+    strategy = tw.parse("Local(Mean(), every=4, outer=OuterSGD(), quorum=Quorum())")
+    (found,) = run_threads(1, slowed_down, strategy, Clocks(monkeypatch, [0.0]), [0.1] * 8 + [0.2] * 120)
+    assert found == {4}
+
+
 def test_steps_follow_the_speed():
     assert [steps_of(30, v, [1.0, 2.0, 3.0]) for v in (1.0, 2.0, 3.0, 0.0, 0.01)] == [10, 20, 30, 30, 1]
 
@@ -139,8 +160,8 @@ def recorded(comm, strategy, steps, log):
     if comm.rank == 0:
         commit = handle._asynchronous._commit
 
-        def commit_and_record(fragment, one, apply):
-            result = commit(fragment, one, apply)
+        def commit_and_record(fragment, one):
+            result = commit(fragment, one)
             anchor = torch.cat([a.detach().reshape(-1) for _, a in fragment.anchors]).double()
             log.append((one, anchor))
             return result

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..streams import uploaded
 from .backend import kernel
 
-_MASK32 = 0xFFFFFFFF
+MASK32 = 0xFFFFFFFF
 _MASK64 = (1 << 64) - 1
 
 
@@ -126,9 +126,9 @@ def uniform_of(key: int, numel: int, device: torch.device) -> Tensor:
 def hash_of(key: int | Tensor, positions: Tensor) -> Tensor:
     """32 random bits for each position (int64); a key may be an int64 tensor, of the key's 64 bits."""
     # int64 with masks stands for uint32: an overflow changes none of the low 32 bits.
-    k0, k1 = key & _MASK32, (key >> 32) & _MASK32
-    h = (positions * 0x9E3779B9 + k0) & _MASK32
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) & _MASK32
+    k0, k1 = key & MASK32, (key >> 32) & MASK32
+    h = (positions * 0x9E3779B9 + k0) & MASK32
+    h = ((h ^ (h >> 16)) * 0x7FEB352D) & MASK32
     h = h ^ (h >> 15) ^ k1
-    h = (h * 0x846CA68B) & _MASK32
+    h = (h * 0x846CA68B) & MASK32
     return h ^ (h >> 16)

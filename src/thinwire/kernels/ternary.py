@@ -29,12 +29,11 @@ from .checks import (
 )
 from .flags import Flag
 from .onebit import rows_of
-from .random import uniform_of
+from .random import MASK32, uniform_of
 from .reduce import sum_payloads
 from .scales import MAX_SCALE, MIN_SCALE, float32, magnitude, root, scale_bytes, spread, tree_sum
 
 BLOCK_WORDS = 64  # words of one block
-_MASK32 = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
@@ -294,7 +293,7 @@ def _pack_digits(digits: Tensor, ternary: Ternary) -> Tensor:
 def _unpack_digits(payload: Tensor, numel: int, ternary: Ternary) -> Tensor:
     base, num_words = ternary.base, _num_in_whole_blocks(numel, ternary) // ternary.num_digits
     # A copy, because a payload may start at any address. Masked, because a corrupt word may be negative.
-    words = payload.long() if base == 3 else payload.clone().view(torch.int32).long() & _MASK32
+    words = payload.long() if base == 3 else payload.clone().view(torch.int32).long() & MASK32
     digits = []
     for word in (words[:num_words].view(-1, BLOCK_WORDS), words[num_words:].unsqueeze(0)):
         blocks = []

@@ -63,6 +63,14 @@ def load_json_object(path: Path) -> dict[str, Any]:
     return value
 
 
+def read_json(path: Path) -> Any:
+    """The contents of a JSON file, or None if it is missing or not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return None
+
+
 def load_toml(path: Path) -> dict[str, Any]:
     """Read a TOML file.
 

@@ -123,9 +123,8 @@ class TracedCommunicator(Communicator):
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         by_peer = tuple((peer, 8 + tensor.nbytes) for peer in self._others([tensor] * self.size))
         start = partial(self._comm._start_gather_variable, tensor, result, limit)
-        return self._traced(
-            PeerMessages(by_peer, by_peer), [tensor], start
-        )  # the model does not use the sizes of receives
+        # The model does not use the sizes of receives.
+        return self._traced(PeerMessages(by_peer, by_peer), [tensor], start)
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         start = partial(self._comm._start_exchange, sends, receives)

@@ -107,7 +107,7 @@ class Moniqua(GossipAverager):
             return None
         x = state.layout.flatten(tensors)
         theta = fixed["theta"] if "theta" in fixed else _range_of_all(x, comm)
-        return MoniquaStepControl.of(state.topology, comm.size, x.device, self.bits, theta, fixed)
+        return MoniquaStepControl.of(state.topology, comm.size, x.device, theta, fixed)
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         control: MoniquaStepControl | None = state.step_control

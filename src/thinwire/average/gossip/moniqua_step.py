@@ -77,7 +77,6 @@ class MoniquaStepControl(State):
         maxima: the windows in which workers agree.
         theta: the bound in force.
         step_size: the step size in force; zero until workers have agreed for the first time.
-        num_levels: M, of a turn.
         fixed: the names of "theta" and "step_size" that are numbers of the user's.
         earlier_theta: the bound of the window before, to which the next report belongs.
         streak: windows without a failure in a row, or minus the number of those with one.
@@ -89,7 +88,6 @@ class MoniquaStepControl(State):
     maxima: Maxima = restart()
     theta: float = restart()
     step_size: float = restart()
-    num_levels: int = config()
     fixed: tuple[str, ...] = config()
     earlier_theta: float = restart()
     seen: Tensor = restart()
@@ -99,7 +97,7 @@ class MoniquaStepControl(State):
 
     @classmethod
     def of(
-        cls, topology: Topology, size: int, device: torch.device, bits: int, theta: float, fixed: Mapping[str, float]
+        cls, topology: Topology, size: int, device: torch.device, theta: float, fixed: Mapping[str, float]
     ) -> MoniquaStepControl:
         """Nothing seen yet.
 
@@ -107,14 +105,13 @@ class MoniquaStepControl(State):
             topology: who talks to whom.
             size: number of workers.
             device: of the tensors.
-            bits: of a code.
             theta: the bound to start with.
             fixed: what the user has set of "theta" and "step_size".
         """
         maxima = Maxima(topology, size, torch.full((3,), UNKNOWN, device=device))
         seen, failed = torch.full((2,), UNKNOWN, device=device), float32(0.0, device)
         step_size = fixed.get("step_size", 0.0)
-        return cls(maxima, theta, step_size, (1 << bits) - 1, tuple(fixed), theta, seen, failed)
+        return cls(maxima, theta, step_size, tuple(fixed), theta, seen, failed)
 
     def with_trailer(self, payload: Tensor, check: Tensor, largest: Tensor, step: int) -> Tensor:
         """The message: the payload, the check, and what workers are agreeing on.

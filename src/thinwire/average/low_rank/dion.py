@@ -149,10 +149,7 @@ class Dion(Averager):
             for (name, target), b, p, total in zip(matrices, bs, ps, totals, strict=True):
                 r = total / comm.size
                 unit = _unit_rows(r, torch.zeros_like(r))  # no update where there is no gradient
-                state.pending[name] = (
-                    torch.addmm(b, p, r, alpha=self.mu - 1.0),
-                    _unit_rows(r, state.q[name]),
-                )
+                state.pending[name] = torch.addmm(b, p, r, alpha=self.mu - 1.0), _unit_rows(r, state.q[name])
                 # Results carry the loss scale, as gradients do.
                 update = p @ unit * (scale * sqrt(b.shape[0] / b.shape[1]))
                 target.copy_(update.view(target.shape))

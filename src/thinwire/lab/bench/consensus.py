@@ -15,21 +15,19 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from ...algorithm import require
 from ...average import Averager
 from ...comm import Communicator, LocalWorld, ProcessWorld
 from ...options import require_integer, require_number
 from ...strategy import ConsensusRecord, consensus
-from ..report.consensus import best, check_kind, error_against_bits, reaching
+from ..report.consensus import Row, best, check_kind, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
 STEP_SIZE, THETA = "step_size", "theta"  # fields of the averagers that have them
 DEFAULT_AVERAGERS = ("Mix()", "Choco()", "PowerGossip()")
-
-Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)

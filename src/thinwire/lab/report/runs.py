@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...algorithm import require
-from ..files import load_json_object
+from ..files import load_json_object, read_json
 
 FILES = ("config.json", "metrics.jsonl", "summary.json")
 NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "seconds")  # of a summary
@@ -142,16 +142,11 @@ def _add_run(folder: Path, found: Found) -> None:
 
 
 def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
-    try:
-        value = json.loads(path.read_text())
-    except FileNotFoundError:
-        complaints.append(f"{path.name} is missing")
-    except (OSError, ValueError):
-        complaints.append(f"{path.name} cannot be read")
-    else:
-        if isinstance(value, dict) and value:
-            return value
-        complaints.append(f"{path.name} does not hold what a run writes")
+    value = read_json(path)
+    if isinstance(value, dict) and value:
+        return value
+    wrong = "cannot be read" if value is None else "does not hold what a run writes"
+    complaints.append(f"{path.name} {wrong if path.exists() else 'is missing'}")
     return None
 
 
@@ -187,10 +182,7 @@ def _row(line: str) -> dict[str, Any] | None:
 def _add_consensus(path: Path, found: Found) -> None:
     """Read the rows of a file of `thinwire consensus --json`."""
     needed = {"averager", "round", "bits_sent", "squared_error"}
-    try:
-        rows = json.loads(path.read_text())
-    except (OSError, ValueError):
-        rows = None
+    rows = read_json(path)
     if isinstance(rows, list) and rows and all(isinstance(row, dict) and needed <= row.keys() for row in rows):
         found.consensus[path] = rows
     else:

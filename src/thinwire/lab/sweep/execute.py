@@ -13,10 +13,9 @@ import time
 from pathlib import Path
 
 from ...algorithm import able_to
-from ..files import write_json
+from ..files import read_json, write_json
 from .file import PlannedRun, planned
 from .status import BEGINS, finished_summary, locked
-from .tasks import read_json
 
 # Variables of a launcher (torchrun, srun, mpirun) that started the sweep. Runs must not see them: they start their own workers.
 LAUNCHER = re.compile(
@@ -41,9 +40,8 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
             stdout=log,
             stderr=subprocess.STDOUT,
             env=outer | {"OMP_NUM_THREADS": str(run.task.threads(run.config))},
-            pass_fds=[
-                lock.fileno()
-            ],  # the lock belongs to the open file, so the child keeps it after this process closes it
+            # The lock belongs to the open file, so the child keeps it after this process closes it.
+            pass_fds=[lock.fileno()],
             start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops its runs
         )
 

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ...algorithm import require
-from ..files import write_json
+from ..files import read_json, write_json
 from ..train.run.interrupt import SAVED, requeue
 from .execute import read_run, write_down
 from .file import PlannedRun
 from .local import run_locally
 from .status import status_of
-from .tasks import read_json
 
 EXAMPLE = "--slurm partition=gpu,time=2:00:00"
 WARNING_SECONDS = 90  # before the end of a job's time; more than a run has for its checkpoint

@@ -21,10 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from ..files import read_json
 from ..train.run.interrupt import SAVED
 from .file import PlannedRun
 from .identity import identity
-from .tasks import read_json
 
 State = Literal["waiting", "running", "stopped", "failed", "finished"]
 STOPPED_CODES = (SAVED, 130, 143)  # with a checkpoint; after Ctrl-C; after SIGTERM, before the first step

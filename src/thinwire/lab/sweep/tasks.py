@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
 from ...suggestion import see, suggestion
+from ..files import read_json, write_json
 
 if TYPE_CHECKING:
     from ...average import Averager
@@ -151,7 +151,6 @@ class Consensus(RunKind):
 
     def run(self, config: Any, folder: Path) -> None:
         from ..bench.consensus import reaching
-        from ..files import write_json
 
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "config.json", self.as_dict(config))
@@ -168,8 +167,6 @@ class Consensus(RunKind):
 
     def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
         """All rows, as one `thinwire consensus --json` with many averagers and step sizes writes them."""
-        from ..files import write_json
-
         rows = [row for folder in folders for row in read_json(folder / "consensus.json") or []]
         write_json(output / "consensus.json", rows)
         return output / "consensus.json"
@@ -192,14 +189,6 @@ class Consensus(RunKind):
 
 RUN_KINDS: dict[str, RunKind] = {"train": Train(), "consensus": Consensus()}
 """The tasks by the name of a sweep's `command`; the default is "train"."""
-
-
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file, or None if it is missing or not JSON."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return None
 
 
 @cache  # a grid has many runs with the same averager

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,12 +25,15 @@ from .optimize import SGD, Optimizer
 
 PARTS: dict[str, type[Any]] = {"data": Data, "model": Model, "loss": Loss, "optimizer": Optimizer}
 """Fields that are configurations of one of several kinds, and the base of these."""
-LEAST = {
-    **dict.fromkeys(("workers", "epochs", "batch_size", "accumulate", "log_every", "threads", "evaluate_every"), 1),
-    **dict.fromkeys(("test_batch_size", "keep", "per_node", "min_workers"), 1),
-    **dict.fromkeys(("first_worker", "check_every"), 0),
-}
-"""The least value of each number that must be given."""
+
+
+def _checked(require: Callable[..., None], default: Any, **options: Any) -> Any:
+    """A field whose value `require` checks with these options; None passes where it is the default."""
+    return field(default=default, metadata={"check": partial(require, or_none=default is None, **options)})
+
+
+_whole = partial(_checked, require_integer, least=1)
+_number = partial(_checked, require_number)
 
 
 @dataclass(frozen=True)
@@ -45,31 +49,31 @@ class RunConfig:
     "Gossip(Choco(Ring(), TopK(0.01)))", without rounds "Asynchronous()". Changes of parameters, every few steps: such as
     "Local(Mean(QSGD(bits=4)), every=4)" or "diloco(every=30)". Parts of it are options too:
     --strategy.averager.codec.ratio 0.001."""
-    workers: int = 4
+    workers: int = _whole(4)
     """Number of worker processes on this machine; under torchrun, srun and mpirun, their number of tasks."""
-    seed: int = 0
+    seed: int = _whole(0, least=0, most=2**31 - 1)
     """Seed of weights, data order and codecs; the same seed gives the same result."""
 
-    epochs: int = 30
+    epochs: int = _whole(30)
     """Passes over the training data; more => better accuracy, more bytes."""
-    max_steps: int | None = None
+    max_steps: int | None = _whole(None)
     """Stop after at most this many steps."""
-    batch_size: int = 32
+    batch_size: int = _whole(32)
     """Examples per worker in a batch; higher => fewer steps and fewer bytes in an epoch. For sentence pairs, an example is a
     ready-made batch of pairs (see data.max_tokens)."""
-    accumulate: int = 1
+    accumulate: int = _whole(1)
     """Batches in one step; higher => larger steps in the same memory, fewer bytes in an epoch."""
     split: Literal["even", "by-class", "by-position"] = "even"
     """How examples are split over workers. "even" splits them anew in every epoch. "by-class" gives a worker few classes,
     "by-position" consecutive examples of the data set; both split once."""
-    shuffled: float = 0.0
+    shuffled: float = _number(0.0, least=0, most=1)
     """With by-class and by-position, share of the examples that is split evenly all the same, 0..1; higher => workers differ
     less."""
     data: Data = field(default_factory=Digits)
     model: Model = field(default_factory=DigitsNet)
     loss: Loss = field(default_factory=CrossEntropy)
     optimizer: Optimizer = field(default_factory=SGD)
-    clip_norm: float | None = None
+    clip_norm: float | None = _number(None, above=0, hint="; leave it out for no clipping")
     """Clip the gradient to this norm: the averaged gradient, or each worker's own if parameters are averaged. None clips
     nothing. (With `MomentumCorrection` use its own `clip` instead.)"""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
@@ -79,13 +83,13 @@ class RunConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device; "auto" takes a GPU if there is one. Workers of a machine share its GPUs."""
 
-    evaluate_every: int = 1
+    evaluate_every: int = _whole(1)
     """Epochs between two tests. The last epoch always ends with a test."""
-    test_batch_size: int = 256
+    test_batch_size: int = _whole(256)
     """Examples per worker in a batch of the test; higher => faster, for more memory."""
-    checkpoint_every: int | None = None
+    checkpoint_every: int | None = _whole(None)
     """Steps between two checkpoints, in addition to the one at the end of every epoch."""
-    keep: int = 1
+    keep: int = _whole(1)
     """Number of latest checkpoints to keep, in addition to the best one."""
     resume: bool = False
     """Continue the run of this name from its last checkpoint; if there is no such run, start it."""
@@ -98,7 +102,7 @@ class RunConfig:
     """Text at the end of the folder's name, given or made, such as ".e500"; runs that differ in it keep apart."""
     overwrite: bool = False
     """Replace an existing run of this name."""
-    log_every: int = 10
+    log_every: int = _whole(10)
     """Steps between two rows of metrics; lower => finer curves, larger files."""
     variance: bool = False
     """Also record the relative variance of a lossy codec; costs one more encoding for each row. Local updates
@@ -110,22 +114,22 @@ class RunConfig:
 
     elastic: bool = False
     """Let workers come, go and die within the run; needs the extra `elastic`. A worker that is killed is started again."""
-    min_workers: int = 2
+    min_workers: int = _whole(2)
     """With elastic: fewer workers wait for others."""
     lighthouse: str | None = None
     """With elastic: address of a Lighthouse such as http://node1:29510, which workers of several starts or machines share.
     None starts one for this run."""
-    first_worker: int = 0
+    first_worker: int = _whole(0, least=0)
     """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
-    check_every: int = 100
+    check_every: int = _whole(100, least=0)
     """With elastic: after so many rounds workers compare a hash of what they have in common, see `ElasticCommunicator`. Give 0,
     which never compares, if machines compute differently."""
 
     network: str | None = None
     """Also count virtual seconds: those of the steps on a modelled network of RATE,LATENCY, such as "1gbit,0.5ms"."""
-    per_node: int = 1
+    per_node: int = _whole(1)
     """With network, the number of consecutive ranks that share a node, and its line to the other nodes."""
-    compute: float | None = None
+    compute: float | None = _number(None, least=0, hint=" seconds")
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     transport: Transport = "auto"
     """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") for
@@ -144,14 +148,14 @@ class RunConfig:
     relay: str | None = None
     """HOST:PORT of a `thinwire relay`, the same on all machines. It finds out who is behind NAT, and carries messages between
     workers that can only dial out. An elastic run needs credentials with it."""
-    port: int = 0
+    port: int = _whole(0, least=0, most=65535)
     """TCP port of the store for workers on this machine; 0 takes a free one. Launchers choose their own, or use MASTER_PORT."""
-    timeout: float = 180.0
+    timeout: float = _number(180.0, above=0, hint=" seconds")
     """Seconds that a worker may be stopped or silent before the run ends with an error; higher => more patience with slow
     disks and networks."""
     requeue: bool = False
     """Under SLURM: after SIGUSR1, requeue the job; with --resume the same command then continues the run."""
-    threads: int = 1
+    threads: int = _whole(1)
     """Threads of each worker, for PyTorch and for the C++ kernels; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):
@@ -159,14 +163,11 @@ class RunConfig:
             part = getattr(self, name)
             is_part = isinstance(part, base) and is_dataclass(part)
             require(is_part, f"{name} must be a frozen dataclass derived from {base.__name__}, got {part!r:.100}")
-        for name, least in LEAST.items():
-            require_integer(name, getattr(self, name), least)
-        for name in ("max_steps", "checkpoint_every"):
-            require_integer(name, getattr(self, name), 1, or_none=True)
-        require_number("clip_norm", self.clip_norm, above=0, or_none=True, hint="; leave it out for no clipping")
+        for one in fields(self):
+            if "check" in one.metadata:
+                one.metadata["check"](one.name, getattr(self, one.name))
         both = self.resume and self.overwrite
         require(not both, "resume goes on with the run of this name, and overwrite replaces it; leave one of them out")
-        require_number("compute", self.compute, least=0, or_none=True, hint=" seconds")
         alone = self.network is None and (self.compute is not None or self.per_node > 1)
         require(not alone, "compute and per_node belong to a network; add one, such as --network 1gbit,0.5ms")
         self.parsed_network()
@@ -177,16 +178,12 @@ class RunConfig:
             "measure_lines is for real lines without credentials; leave network, credentials and transport mpi out",
         )
         self._check_elastic()
-        require_number("shuffled", self.shuffled, least=0, most=1)
         even = self.split == "even" and self.shuffled > 0
         require(
             not even, f"shuffled={self.shuffled} means nothing to split 'even'; choose --split by-class or by-position"
         )
-        require_integer("seed", self.seed, 0, 2**31 - 1)
         again = self.resume and self.name is not None
         require(again or not self.requeue, "requeue starts the same command again, which needs --resume and a --name")
-        require_number("timeout", self.timeout, above=0, hint=" seconds")
-        require_integer("port", self.port, 0, 65535)
         plain = self.name is None or (Path(self.name).name == self.name and self.name not in ("", ".", ".."))
         require(plain, f"name must be the plain name of a folder, got {self.name!r}; say where it goes with output")
         require(

@@ -101,6 +101,7 @@ class AsynchronousRounds:
         fragments: of the model, with the averager's states.
         comm: connects the workers.
         clock: times how long the training waits.
+        apply: takes the outer step of a fragment, and returns whether its result was finite.
 
     Attributes:
         every, delay: H and tau of this worker in its present period.
@@ -111,7 +112,13 @@ class AsynchronousRounds:
     """
 
     def __init__(
-        self, strategy: Local, quorum: Quorum, fragments: Sequence[Fragment], comm: Communicator, clock: Clock
+        self,
+        strategy: Local,
+        quorum: Quorum,
+        fragments: Sequence[Fragment],
+        comm: Communicator,
+        clock: Clock,
+        apply: Callable[[Fragment], bool],
     ):
         self._strategy, self._quorum, self._averager, self._comm = strategy, quorum, strategy.averager, comm
         messages = strategy.averager.traits.lone_messages
@@ -119,7 +126,7 @@ class AsynchronousRounds:
         self._messages = messages
         self.on_commit: Callable[[int], None] = lambda tokens: None
         self.leases: Leases | None = None
-        self._fragments, self._clock, self._timer = fragments, clock, StepTimer()
+        self._fragments, self._clock, self._apply, self._timer = fragments, clock, apply, StepTimer()
         self._step_tokens, self._is_first_period = 0, True
         self.every, self.delay, self.is_synchronized, self.committed = strategy.every, strategy.delay, True, Committed()
         self._has_drained, self._most_ahead = False, steps_ahead(strategy.every, strategy.delay)
@@ -160,10 +167,9 @@ class AsynchronousRounds:
 
     def _choose_period(self, step: int) -> None:
         """Set H and tau of this worker, in a period of which `step` steps are done."""
-        speed = self._timer.speed
-        self.protocol.speed = speed
+        self.protocol.speeds[self._comm.rank] = speed = self._timer.speed
         if self._quorum.follow_speed:
-            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values(), speed])
+            every = steps_of(self._strategy.every, speed, [*self.protocol.speeds.values()])
             self.every = max(every, step)  # a period in which more steps are done ends at once
             # Rounded up: with a delay of 0 a slow worker waited for each round (docs/negative-results.md).
             self.delay = -(-self._strategy.delay * every // self._strategy.every)
@@ -188,13 +194,12 @@ class AsynchronousRounds:
         fragment.pending_share, num_bytes = self.protocol.send(fragment.index, fragment.base, tokens, blocks, message)
         self._comm.ledger.record_round(num_bytes)
 
-    def merge(self, fragment: Fragment, parts: Sequence[Tensor], apply: Callable[[Fragment], bool]) -> bool:
+    def merge(self, fragment: Fragment, parts: Sequence[Tensor]) -> bool:
         """Phases 3 and 4: wait for the round of this worker's change, and move its parameters to the new anchor.
 
         Args:
             fragment: what is merged.
             parts: its parameters; those that were not finite restart at the anchor.
-            apply: takes the outer step, and returns whether its result was finite.
 
         Returns:
             Whether all was finite.
@@ -205,14 +210,14 @@ class AsynchronousRounds:
             self.protocol.wait_for(fragment.index, share)
         rounds = self.protocol.take(fragment.index)
         # A list, because rounds are merged also after one that was not finite.
-        is_finite = all([self._commit(fragment, one, apply) for one in rounds])
+        is_finite = all([self._commit(fragment, one) for one in rounds])
         anchors, sent = [anchor for _, anchor in fragment.anchors], fragment.sent or parts
         for anchor, p, before in zip(anchors, parts, sent, strict=True):
             p.copy_(anchor if before is p else anchor + (p.to(anchor.dtype) - before.to(anchor.dtype)))
         fragment.sent = []
         return is_finite
 
-    def drain(self, apply: Callable[[Fragment], bool]) -> bool:
+    def drain(self) -> bool:
         """Merge the next rounds of others; returns False once all workers call it, and all rounds are merged."""
         if self._has_drained:
             return False
@@ -220,7 +225,7 @@ class AsynchronousRounds:
             rounds = self.protocol.drain()
         for fragment, new in zip(self._fragments, rounds, strict=True):
             for one in new:
-                self._commit(fragment, one, apply)
+                self._commit(fragment, one)
         self._has_drained = not any(rounds)
         return not self._has_drained
 
@@ -237,7 +242,7 @@ class AsynchronousRounds:
         self.leases = leases
         leases.all_met(range(self._comm.size), self._most_ahead)
 
-    def _commit(self, fragment: Fragment, one: CommittedRound, apply: Callable[[Fragment], bool]) -> bool:
+    def _commit(self, fragment: Fragment, one: CommittedRound) -> bool:
         """Merge the changes of one round, and end the round of this worker's own."""
         stale, shares = self._quorum.stale, one.shares
         late = [max(0, one.version - 1 - share.base) for share in shares]
@@ -255,7 +260,7 @@ class AsynchronousRounds:
             # Weights add up to 1 over a round, and a step for each change divides by their number itself.
             factor = len(counted) if stale.steps_by_change else 1
             finite = merge(group, [factor * weights[i] for i in group])
-            is_finite = is_finite and kernels.flags.read(finite) and apply(fragment)
+            is_finite = is_finite and kernels.flags.read(finite) and self._apply(fragment)
         for share, weight, staleness in zip(shares, weights, late, strict=True):
             self._count(share.tokens, weight, staleness)
             fragment.committed_tokens += share.tokens if weight > 0 else 0

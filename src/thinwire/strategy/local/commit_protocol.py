@@ -35,7 +35,7 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple
@@ -113,13 +113,12 @@ class CommitProtocol:
 
     Attributes:
         delay_seconds: how long this worker trains on before it needs the round of its change.
-        speed: of this worker, in steps a second; sent with each share.
-        speeds: the last known speeds of the members by rank.
+        speeds: the last known speeds of the members by rank, in steps a second. This worker's own is sent with each share.
     """
 
     def __init__(self, quorum: Quorum, num_fragments: int, comm: Communicator, max_bytes: int):
         self.rank, self._quorum = comm.rank, quorum
-        self.delay_seconds, self.speed, self.speeds = 0.0, 0.0, dict[int, float]()
+        self.delay_seconds, self.speeds = 0.0, {self.rank: 0.0}
         # Reentrant, because `drain` calls `take` while it holds the lock.
         self._lock = threading.RLock()  # guards everything below
         self._changed = threading.Condition(self._lock)
@@ -131,10 +130,8 @@ class CommitProtocol:
         self._fragments = [_Log() for _ in range(num_fragments)]
         self._haves: dict[int, list[int]] = {rank: [0] * num_fragments for rank in self._members}
         self._done: dict[int, int] = {}  # the phase that each has ended
-        self._phase, self._ended = (
-            0,
-            PhaseEnd(0, [], []),
-        )  # the last phase whose rounds are taken, and that all have ended
+        self._phase = 0  # the last one whose rounds are taken
+        self._ended = PhaseEnd(0, [], [])  # the last one that all have ended
         self._alarms, self._alarmed = sched.scheduler(time.monotonic), threading.Condition(self._lock)
         # A share has a head besides, which grows with the fragments as a note does.
         self._messenger = Messenger(comm, max_bytes + MAX_NOTE_BYTES, self._on_message, self._on_lost)
@@ -157,7 +154,6 @@ class CommitProtocol:
         with self._changed:
             log = self._fragments[fragment]
             log.sent += 1
-            self.speeds[self.rank] = self.speed
             payload = self._packed(Share(self.rank, fragment, log.sent, base, tokens, *blocks, message))
             for peer in self._others():
                 self._messenger.post(peer, QuorumMessage.SHARE, payload)
@@ -167,8 +163,7 @@ class CommitProtocol:
     def tell_speed(self) -> None:
         """Tell the others how fast this worker is, before its first share."""
         with self._changed:
-            self.speeds[self.rank] = self.speed
-            self._tell(self._others(), {"is": "speed", "speed": self.speed})
+            self._tell(self._others(), {"is": "speed", "speed": self.speeds[self.rank]})
 
     def take(self, fragment: int, up_to: int | None = None) -> list[CommittedRound]:
         """The rounds of a fragment that this worker has not taken yet, in order."""
@@ -262,7 +257,7 @@ class CommitProtocol:
         if share.worker == message.source:
             self.speeds[share.worker] = speed
             self._heard(share.worker, have)
-        elif share.worker in self._members - self._lost:
+        elif share.worker in self._alive:
             raise ValueError(f"a share of rank {share.worker}, which sends its own")
         self._keep(share)
 
@@ -285,10 +280,9 @@ class CommitProtocol:
             self._asked(source, set(note["lost"]), set(note["left"]))
         elif kind == "report":
             self._reported(source, note)
-        elif (
-            kind == "view" and source not in self._lost
-        ):  # else another coordinator may have this worker's report already
-            self._install_view(note)
+        elif kind == "view":
+            if source not in self._lost:  # else another coordinator may have this worker's report already
+                self._install_view(note)
         elif kind == "stop":
             self._fail(note["why"])
 
@@ -450,31 +444,32 @@ class CommitProtocol:
 
     def _lose(self, lost: set[int], left: set[int]) -> None:
         self._left |= left & self._members
-        lost &= self._members - self._lost
+        lost &= self._alive
         if not lost or self._error is not None:
             return
         self._lost |= lost
         self._reports.clear()
         # All lost workers must be known to a report, so the reports are asked for anew.
-        coordinator = min(self._members - self._lost)
+        coordinator = min(self._alive)
         if coordinator == self.rank:
-            self._tell(self._alive(), {"is": "ask", "lost": sorted(self._lost), "left": sorted(self._left)})
+            self._tell(self._alive - {self.rank}, {"is": "ask", "lost": sorted(self._lost), "left": sorted(self._left)})
             # If this worker alone is left, no report comes.
             self._try_view()
         else:
             self._report(coordinator)
 
-    def _alive(self) -> list[int]:
-        """The other members that are not lost."""
-        return sorted(self._members - self._lost - {self.rank})
+    @property
+    def _alive(self) -> set[int]:
+        """The members that are not lost; this worker is one of them."""
+        return self._members - self._lost
 
     def _asked(self, source: int, lost: set[int], left: set[int]) -> None:
         if self.rank in lost:
             self._fail(f"left out, because rank {source} heard nothing from this worker for too long")
             return
-        is_new = bool(lost & (self._members - self._lost))
+        is_new = bool(lost & self._alive)
         self._lose(lost, left)
-        if not is_new and source == min(self._members - self._lost, default=self.rank):
+        if not is_new and source == min(self._alive):
             self._report(source)
 
     def _report(self, coordinator: int) -> None:
@@ -486,13 +481,13 @@ class CommitProtocol:
         self._later(VIEW_SECONDS, partial(self._give_up, self._view, coordinator))
 
     def _give_up(self, view: int, coordinator: int) -> None:
-        if self._view == view and coordinator in self._members - self._lost:
+        if self._view == view and coordinator in self._alive:
             self._fail(f"rank {coordinator} did not answer within {VIEW_SECONDS:g} seconds after a worker was lost")
 
-    def _forward(self, peers: list[int]) -> None:
+    def _forward(self, peers: Collection[int]) -> None:
         """Send on the shares of workers that are lost, now or in an earlier view."""
         for share in list(self._store.values()):
-            if share.worker not in self._members - self._lost:
+            if share.worker not in self._alive:
                 payload = self._packed(share)
                 for peer in peers:
                     self._messenger.post(peer, QuorumMessage.SHARE, payload)
@@ -511,24 +506,23 @@ class CommitProtocol:
             self._tell([source], {"is": "view"} | self._knowledge(self._view, self._members))  # it is left out
             return
         self._lose(set(note["lost"]), set(note["left"]))
-        if self._lost and self._lost <= set(note["lost"]) and min(self._members - self._lost) == self.rank:
+        if self._lost and self._lost <= set(note["lost"]) and min(self._alive) == self.rank:
             self._reports[source] = note
             self._try_view()
 
     def _try_view(self) -> None:
         """Make a view of the workers that are left, once all of them have reported."""
-        alive = self._members - self._lost
-        if not alive - {self.rank} <= self._reports.keys():
+        alive, others = self._alive, self._alive - {self.rank}
+        if not others <= self._reports.keys():
             return
         base = self._members - self._left
         if 2 * len(alive) < len(base) or (2 * len(alive) == len(base) and min(base) not in alive):
             why = f"too few workers are left: {sorted(alive)} of {sorted(base)}"
-            self._tell(alive - {self.rank}, {"is": "stop", "why": why})
+            self._tell(others, {"is": "stop", "why": why})
             self._fail(why)
             return
         for report in self._reports.values():
             self._know(report)
-        others = sorted(alive - {self.rank})
         # Before the view, so that all have the shares that it names.
         self._forward(others)
         view = {"is": "view"} | self._knowledge(self._view + 1, alive)

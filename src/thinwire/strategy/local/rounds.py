@@ -195,7 +195,9 @@ class LocalUpdates(OwnModelAttachment):
             (quorum.workers or 1) <= comm.size,
             f"{self.call}: a quorum of {quorum.workers} workers cannot come of {comm.size}; choose a lower one",
         )
-        self._asynchronous = rounds = AsynchronousRounds(self.strategy, quorum, self._fragments, comm, self._clock)
+        self._asynchronous = rounds = AsynchronousRounds(
+            self.strategy, quorum, self._fragments, comm, self._clock, self._apply
+        )
         self._record.committed = rounds.committed
         self._on_drop(rounds.protocol.close, False)
 
@@ -281,7 +283,7 @@ class LocalUpdates(OwnModelAttachment):
         """
         self.exchange_now()
         if self._asynchronous is not None:
-            while self._asynchronous.drain(self._apply):
+            while self._asynchronous.drain():
                 pass
             for fragment in self._fragments:
                 self._restart(fragment, alpha=0.0)
@@ -314,7 +316,9 @@ class LocalUpdates(OwnModelAttachment):
                 self._begin(fragment, delay=0)
                 self.settle()
                 self._merge(fragment, alpha=0.0)
-        self._begin_period()
+        self._record.step = 0
+        for fragment in self._fragments:
+            fragment.began = self._record.num_steps  # else one at the end of a period would be due at once
 
     @torch.no_grad()
     def drain(self) -> bool:
@@ -325,7 +329,7 @@ class LocalUpdates(OwnModelAttachment):
         """
         rounds = required(self._asynchronous, f"{self.call}: only a quorum drains; call synchronize() alone")
         self.exchange_now()
-        return rounds.drain(self._apply)
+        return rounds.drain()
 
     def assign_blocks(self, leases: Leases) -> None:
         """With a quorum: let this assign blocks of data to the workers, as `ElasticSampler` does. All workers call it."""
@@ -500,7 +504,7 @@ class LocalUpdates(OwnModelAttachment):
     def _merge(self, fragment: Fragment, alpha: float) -> None:
         """Phases 3 and 4."""
         if self._asynchronous is not None:
-            if not self._asynchronous.merge(fragment, self._parts(fragment), self._apply):
+            if not self._asynchronous.merge(fragment, self._parts(fragment)):
                 self._warn()
             return
         if fragment.flight is not None:
@@ -517,11 +521,6 @@ class LocalUpdates(OwnModelAttachment):
         fragment.rejected, fragment.has_moved = False, alpha != 0
         if self._scheduler is not None and fragment is self._fragments[-1]:  # once a period
             self._scheduler.step()
-
-    def _begin_period(self) -> None:
-        self._record.step = 0
-        for fragment in self._fragments:
-            fragment.began = self._record.num_steps  # else one at the end of a period would be due at once
 
     def _merge_all(self) -> None:
         for fragment in self._fragments:

@@ -101,9 +101,8 @@ def _existing() -> Iterator[DistributedDataParallel]:
         for kind in kinds:
             kinds += kind.__subclasses__()
         for found in gc.get_referrers(*kinds):
-            if (
-                isinstance(found, DistributedDataParallel) and "module" in found._modules
-            ):  # its constructor may have failed
+            # Its constructor may have failed.
+            if isinstance(found, DistributedDataParallel) and "module" in found._modules:
                 yield found
 
 

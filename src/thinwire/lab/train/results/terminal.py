@@ -88,17 +88,11 @@ def _in_words(values: dict[str, float], metric: str) -> str:
         for name in (metric, f"test_{metric}")
         if name in values
     ]
-    return ", ".join(
-        [
-            f"loss {values['loss']:.3f}",
-            *shown,
-            *(
-                [f"{values['bytes_sent'] / 1e6:.2f} MB sent"] if values["bytes_sent"] else []
-            ),  # a lone worker sends none
-            f"{values['examples_per_second']:,.0f} examples/s",
-            *([f"{_updates(values['skipped_steps'])} skipped"] if values.get("skipped_steps") else []),
-        ]
-    )
+    # A lone worker sends nothing.
+    sent = [f"{values['bytes_sent'] / 1e6:.2f} MB sent"] if values["bytes_sent"] else []
+    skipped = [f"{_updates(values['skipped_steps'])} skipped"] if values.get("skipped_steps") else []
+    speed = f"{values['examples_per_second']:,.0f} examples/s"
+    return ", ".join([f"loss {values['loss']:.3f}", *shown, *sent, speed, *skipped])
 
 
 def _number(name: str, value: float) -> str:

@@ -312,7 +312,8 @@ class _Worker:
             if stop or all_meet:
                 self._meet()
                 return stop
-            self._end_row()
+            if begun := self._begun_row():
+                self._write_row(begun)
             row = self._row_start()
             commits.row = row, self.meter.begin_row(comm), self._statistics()
         return None
@@ -329,11 +330,6 @@ class _Worker:
     def _counted(self) -> tuple[Commits, BlockCourse]:
         assert self.commits is not None and isinstance(self.ahead, BlockCourse), "only with a quorum"
         return self.commits, self.ahead
-
-    def _end_row(self) -> None:
-        """Write the row that was begun last, once all workers have reached it."""
-        if row := self._begun_row():
-            self._write_row(row)
 
     def _begun_row(self) -> dict[str, Any]:
         """The row that was begun last, once all workers have reached it; empty if there is none."""
