@@ -284,7 +284,10 @@ def test_advice_is_a_line_as_all_messages_are(tmp_path):
     options = ("--strategy", "Gradients(Mean(OneBit()))", "--workers", 1, "--max-steps", 1)
     done = thinwire("train", "digits", *options, cwd=tmp_path)
     assert done.returncode == 0
-    assert done.stderr == "thinwire: Mean(OneBit()) loses what OneBit() does not send; write Mean(OneBit(), ErrorFeedback())\n"
+    assert (
+        done.stderr
+        == "thinwire: Mean(OneBit()) loses what OneBit() does not send; write Mean(OneBit(), ErrorFeedback())\n"
+    )
 
 
 def test_an_option_takes_another_optimizer_with_its_own_options(tmp_path):

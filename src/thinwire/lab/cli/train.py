@@ -47,8 +47,6 @@ Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--r
 `thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """
 
-KINDS = ("--data.kind", "--model.kind", "--loss.kind", "--optimizer.kind")
-
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
@@ -59,6 +57,7 @@ def train_command(options: list[str]) -> None:
     from ..overrides import overridden
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
+    from ..train.config import PARTS
     from ..train.start.environment import set_variables
 
     if recipe == "--list":
@@ -77,10 +76,13 @@ def train_command(options: list[str]) -> None:
         default = _of_checkpoint(default, checkpoint)
     files, rest = _taken(options, "--config", "a file, such as slow-network.toml")
     default = _composed(default, files)
-    for name in KINDS:
-        kinds, rest = _taken(rest, name, "a kind, such as --optimizer.kind Adam")
-        default = overridden(default, {name.removeprefix("--"): kind for kind in kinds})
-    about, others = known[recipe].about, ("--config", "--evaluate", "--metrics", *KINDS)
+    kinds = [f"{part}.kind" for part in PARTS]
+    for name in kinds:
+        values, rest = _taken(rest, f"--{name}", "a kind, such as --optimizer.kind Adam")
+        if values:
+            default = overridden(default, {name: values[-1]})
+    about = known[recipe].about
+    others = ("--config", "--evaluate", "--metrics", *(f"--{name}" for name in kinds))
     config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
     if checkpoint is not None:
         _evaluate(config, checkpoint)

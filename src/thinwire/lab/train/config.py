@@ -219,7 +219,8 @@ class RunConfig:
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(
-            not named, f"elastic runs go over Gloo or NCCL, and divide their data evenly; leave out {', '.join(named)}"
+            not named,
+            f"elastic runs choose their connections, and divide their data evenly; leave out {', '.join(named)}",
         )
 
     @property
