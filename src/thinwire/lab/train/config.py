@@ -27,9 +27,9 @@ PARTS: dict[str, type[Any]] = {"data": Data, "model": Model, "loss": Loss, "opti
 """Fields that are configurations of one of several kinds, and the base of these."""
 
 
-def _checked(require: Callable[..., None], default: Any, **options: Any) -> Any:
-    """A field whose value `require` checks with these options; None passes where it is the default."""
-    return field(default=default, metadata={"check": partial(require, or_none=default is None, **options)})
+def _checked(check: Callable[..., None], default: Any, **options: Any) -> Any:
+    """A field whose value `check` is called with, and with these options; None passes where it is the default."""
+    return field(default=default, metadata={"check": partial(check, or_none=default is None, **options)})
 
 
 _whole = partial(_checked, require_integer, least=1)
