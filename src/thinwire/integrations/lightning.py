@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-
 from ..average import Averager
 from ..strategy import GradientCompression, compress_gradients
+from . import trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
+
+with trainer_package("lightning"):
+    import lightning.pytorch as pl
 
 
 class CompressGradients(pl.Callback):
