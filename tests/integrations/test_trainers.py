@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -83,9 +84,8 @@ def lightning_resumes(folder: Path) -> None:
     assert_equal(whole, second)
 
 
-def fabric_of_two() -> Any:
-    """Fabric with DDP, in processes that have been started."""
-    from lightning.fabric import Fabric
+def started_processes() -> Any:
+    """Lightning's plugin for processes of `spawn`."""
     from lightning.fabric.plugins.environments import LightningEnvironment
 
     class Started(LightningEnvironment):
@@ -106,7 +106,14 @@ def fabric_of_two() -> Any:
         def set_world_size(self, size: int) -> None:
             pass
 
-    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[Started()])
+    return Started()
+
+
+def fabric_of_two() -> Any:
+    """Fabric with DDP, in processes that have been started."""
+    from lightning.fabric import Fabric
+
+    fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", plugins=[started_processes()])
     fabric.launch()
     return fabric
 
@@ -121,6 +128,60 @@ def fabric_worker(comm: tw.comm.Communicator) -> torch.Tensor:
         assert [name for name, _ in handle.parameters] == ["weight"]
     assert net.weight.grad is not None
     return net.weight.grad
+
+
+def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[torch.Tensor], list[str]]:
+    """Weights of a run, and of one that went on from what was saved after its first fit; what was saved after an error."""
+    import lightning.pytorch as pl
+
+    from thinwire.integrations.lightning import CompressGradients
+
+    class Linear(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.net, self.fails = nn.Linear(4, 4), False
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            if self.fails:
+                raise RuntimeError("on purpose")
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.net(batch)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    averager = tw.Mean(tw.TopK(0.25), tw.ErrorFeedback())
+    data = torch.utils.data.DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(comm.rank)))
+
+    def trainer(epochs: int, averager: tw.Averager = averager) -> pl.Trainer:
+        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
+        two = dict(
+            accelerator="cpu", devices=2, strategy="ddp", plugins=[started_processes()], use_distributed_sampler=False
+        )
+        return pl.Trainer(max_epochs=epochs, callbacks=[CompressGradients(averager)], **quiet, **two)
+
+    whole, part, resumed = Linear(), Linear(), Linear()
+    trainer(2).fit(whole, data)
+    first, saved = trainer(1), str(folder / "saved.ckpt")
+    first.fit(part, data)
+    first.save_checkpoint(saved)
+    trainer(2).fit(resumed, data, ckpt_path=saved)
+
+    # A checkpoint that was validated is not gone on from: its memory is another averager's.
+    other = trainer(1, tw.Mean())
+    other.validate(part, data, ckpt_path=saved, verbose=False)
+    other.fit(part, data)
+
+    part.fails = True
+    failed = trainer(1)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        failed.fit(part, data)
+    failed.save_checkpoint(folder / "failed.ckpt")
+    keys = list(torch.load(folder / "failed.ckpt", weights_only=False))
+    return [module.net.weight.detach() for module in (whole, resumed)], keys
 
 
 def metrics_worker(comm: tw.comm.Communicator) -> float:
@@ -140,6 +201,9 @@ def lightning_works(folder: Path) -> None:
     assert spawn(2, metrics_worker) == [2.5, 2.5]
     for gradient in spawn(2, fabric_worker):
         torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
+    for (whole, resumed), keys in spawn(2, partial(lightning_worker, folder=folder)):
+        assert torch.equal(whole, resumed)
+        assert "state_dict" in keys and "thinwire" not in keys
     lightning_resumes(folder)
 
 

@@ -8,3 +8,23 @@
 An adapter attaches `thinwire.compress_gradients` when the trainer has wrapped its model in DDP, saves the memory of all
 workers in the trainer's checkpoints, and shows bytes and waiting time in the trainer's own log.
 """
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+@contextmanager
+def trainer_package(name: str) -> Iterator[None]:
+    """Import a trainer's package in this block; where it is missing, the error names the extra to install."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name != name:  # it is installed, but cannot be imported
+            raise
+        raise ModuleNotFoundError(
+            f"thinwire.integrations.{name} needs {name}, which is not installed; install it with this, in the folder of "
+            "thinwire's sources: pip install '.[trainers]'",
+            name=name,
+        ) from None

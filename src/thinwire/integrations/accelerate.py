@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from accelerate import Accelerator
 from torch import nn
 
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import Attachment, GradientCompression, compress_gradients
+from . import trainer_package
 from .numbers import numbers, summary
 from .state import AllWorkersState
+
+with trainer_package("accelerate"):
+    from accelerate import Accelerator
 
 
 def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **options: Any) -> GradientCompression:

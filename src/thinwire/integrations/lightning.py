@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
-import lightning.pytorch as pl
-
 from ..average import Averager
+from ..comm import ProcessGroupCommunicator
 from ..strategy import GradientCompression, compress_gradients
+from . import trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
+
+with trainer_package("lightning"):
+    import lightning.pytorch as pl
 
 
 class CompressGradients(pl.Callback):
@@ -40,6 +43,7 @@ class CompressGradients(pl.Callback):
         self._averager, self._seed, self._on_nonfinite = averager, seed, on_nonfinite
         self._saved: dict[str, Any] | None = None
         self.handle: GradientCompression | None = None
+        self._is_attached = self._has_failed = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which Lightning has wrapped by now."""
@@ -51,6 +55,7 @@ class CompressGradients(pl.Callback):
         self.handle = compress_gradients(
             model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
         )
+        self._is_attached, self._has_failed = True, False
         for optimizer in trainer.optimizers:  # else their first step would find out
             self.handle.check_optimizer(optimizer)
         if self._saved is not None:
@@ -74,21 +79,31 @@ class CompressGradients(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Put the memory of all workers into the checkpoint. Lightning calls this on all workers."""
-        if self.handle is not None:
-            checkpoint["thinwire"] = AllWorkersState(self.handle).state_dict()
+        # After an error other workers need not come here, so nothing is gathered.
+        if self.handle is None or self._has_failed:
+            return
+        state = AllWorkersState(self.handle)
+        if self._is_attached:
+            checkpoint["thinwire"] = state.state_dict()
+        else:  # `save_checkpoint` after `fit`, which closed the handle's communicator
+            with ProcessGroupCommunicator() as comm:
+                checkpoint["thinwire"] = state.state_dict(comm)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the saved memory until the model is wrapped."""
-        self._saved = checkpoint.get("thinwire")
+        """Keep the saved memory until the model is wrapped. `validate`, `test` and `predict` have no use for it."""
+        if trainer.state.fn == "fit":
+            self._saved = checkpoint.get("thinwire")
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop averaging."""
         if self.handle is not None and stage == "fit":
+            self._is_attached = False
             self.handle.detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop averaging, so that the process can end."""
         # Lightning does not call `teardown` of callbacks after an error.
         self.teardown(trainer, pl_module, "fit")
+        self._has_failed = True

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import debug
+from ..comm import Communicator
 from ..strategy import AveragerAttachment
 
 
@@ -40,9 +41,13 @@ class AllWorkersState:
     def __init__(self, strategy: AveragerAttachment):
         self._strategy = strategy
 
-    def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together."""
-        comm, own = self._strategy.comm, self._strategy.state_dict()
+    def state_dict(self, comm: Communicator | None = None) -> dict[str, Any]:
+        """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together.
+
+        Args:
+            comm: how to gather them; by default the strategy's communicator, whose ledger then counts it.
+        """
+        comm, own = comm or self._strategy.comm, self._strategy.state_dict()
         payload = _pack(own)
         # States differ in length, and `exchange` needs buffers of the right size.
         sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()

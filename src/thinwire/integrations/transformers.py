@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import GradientCompression, compress_gradients
+from . import trainer_package
 from .numbers import numbers, summary
+
+with trainer_package("transformers"):
+    from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
 class CompressGradients(TrainerCallback):

@@ -1,0 +1,51 @@
+"""What the package says of itself, and which extra it names where a package is missing."""
+
+import shutil
+import subprocess
+import sys
+from email.parser import HeaderParser
+from pathlib import Path
+
+from helpers.cases import case
+
+ROOT = Path(__file__).parents[1]
+
+HIDDEN = """
+import sys
+
+
+class Hide:
+    @staticmethod
+    def find_spec(name, path=None, target=None):
+        if name == {name!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+
+sys.meta_path.insert(0, Hide)
+try:
+    import thinwire.integrations.{name}
+except ModuleNotFoundError as error:
+    assert error.name == {name!r}, error.name
+    print(error)
+"""
+
+
+def test_the_licence_is_an_expression_and_its_text_a_file(tmp_path):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "src/thinwire").mkdir(parents=True)
+    shutil.copy(ROOT / "src/thinwire/__init__.py", tmp_path / "src/thinwire")
+    build = "from scikit_build_core.build import prepare_metadata_for_build_wheel as build; build('metadata')"
+    subprocess.run([sys.executable, "-c", build], cwd=tmp_path, check=True, capture_output=True)
+    (folder,) = (tmp_path / "metadata").iterdir()
+    metadata = HeaderParser().parsestr((folder / "METADATA").read_text(encoding="utf-8"))
+    assert metadata.get_all("License-Expression") == ["Apache-2.0"] and metadata["License"] is None
+    assert metadata.get_all("License-File") == ["LICENSE"] and (folder / "licenses/LICENSE").is_file()
+
+
+def test_a_missing_package_of_a_trainer_is_told_with_its_extra():
+    for name in ("accelerate", "lightning", "transformers"):
+        with case(name):
+            program = HIDDEN.format(name=name)
+            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            assert f"needs {name}, which is not installed" in done.stdout and "pip install '.[trainers]'" in done.stdout
