@@ -253,12 +253,14 @@ def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch)
     """By itself it takes the address of the machine's own name, which is often the loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     addresses = {"lo": ["127.0.0.1"], "eth3": ["10.7.1.2", "10.7.1.9", "fe80::1"], "eth4": ["2001:db8::7"]}
+    addresses["eth5"] = ["10.8.1.2", "2001:db8::8"]
     monkeypatch.setattr(
         psutil, "net_if_addrs", lambda: {n: [Mock(address=a) for a in of] for n, of in addresses.items()}
     )
     for own, chosen in (
         ({None: "10.7.1.2"}, "eth3"),
         ({None: "2001:db8::7"}, "eth4"),
+        ({None: "2001:db8::8"}, "eth5"),  # where workers meet at a name with IPv6 addresses, all took the loopback
         ({None: "10.7.1.9"}, None),  # another address of an interface, whose name stands for the first one
         ({None: "127.0.1.1", connect.ELSEWHERE: "10.7.1.2"}, "eth3"),  # worker 0, whose own name is the loopback
         ({None: "127.0.1.1", connect.ELSEWHERE: "127.0.0.1"}, None),
