@@ -75,7 +75,7 @@ def test_of_the_addresses_of_an_interface_the_one_that_reaches_the_others_is_tak
 @pytest.mark.parametrize(
     ("found", "here", "is_at_one"),
     [
-        (["192.0.2.1", "127.0.0.1"], ["127.0.0.1"], False),  # Debian gives a machine's own name the loopback
+        (["127.0.0.1"], ["127.0.0.1"], False),  # Debian gives a machine's own name the loopback
         (["192.0.2.1"], [], False),  # an address that is translated on the way
     ],
 )

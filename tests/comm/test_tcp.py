@@ -7,6 +7,7 @@ import itertools
 import json
 import logging
 import os
+import re
 import resource
 import socket
 import sys
@@ -172,9 +173,29 @@ def unreachable(peer: int):
 
 def test_a_worker_that_waits_long_says_why():
     """It was silent until the time limit, 300 seconds by default."""
-    said = run_tcp(2, waits_long)[0]
+    said, its = run_tcp(2, waits_long)
     assert sum("another worker is late, or a line is slow" in line for line in said) == 1, said
     assert sum("rank 0 has no connection with rank 1, and waits for one for at most" in line for line in said) == 1
+    (line,) = (line for line in its if "rank 1 has no connection with rank 0" in line)
+    assert re.search(r"\(rank 0 cannot be reached at 127\.0\.0\.1:\d+: No route to host\)$", line), line
+
+
+def is_cut_off(comm) -> str:
+    retire()
+    comm.barrier()
+    comm._connections._dial = unreachable
+    time.sleep(1.0)  # the other one too
+    for connection in traffic.connections():
+        connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(CommunicationError) as raised:
+        comm.barrier()
+    return str(raised.value)
+
+
+def test_a_worker_that_cannot_dial_another_says_where_and_why():
+    """It said that nothing came."""
+    said = run_tcp(2, is_cut_off, comm_timeout_seconds=3.0)[1]
+    assert re.search(r"rank 0 cannot be reached at 127\.0\.0\.1:\d+: No route to host$", said), said
 
 
 # ---- outsiders, and a machine that is full ----

@@ -143,6 +143,7 @@ class Connections:
         self._attendances: list[relay.Attendance] = []
         self._mending: set[int] = set()
         self._lost: set[int] = set()
+        self._failed: dict[int, OSError] = {}  # the last try to connect with a peer
         self._small: set[int] = set()  # peers with which it has lost a connection
         self._said: set[int] = set()  # of these, and has made a new one
         self._lock = threading.Lock()
@@ -349,6 +350,7 @@ class Connections:
                     return
             error = self._connect_several(peer, missing)
             if error is None:
+                self._failed.pop(peer, None)
                 until, pause = time.monotonic() + self._timeout, FIRST_PAUSE
                 if peer in self._small - self._said:
                     self._said.add(peer)
@@ -360,6 +362,7 @@ class Connections:
             elif isinstance(error, ConnectionRefusedError) or error.errno in FULL or time.monotonic() > until:
                 self._give_up(peer, error)
             else:
+                self._failed[peer] = error
                 self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -374,6 +377,11 @@ class Connections:
         else:
             self._lost.add(peer)
             self._engine.lose(peer, self._why(peer, error))
+
+    def trouble(self, peer: int) -> str:
+        """Why this worker has no connection with a peer that it dials; empty if it knows of no reason."""
+        error = self._failed.get(peer)
+        return "" if error is None or self._engine.counts(peer).connections else self._why(peer, error)
 
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):

@@ -287,6 +287,23 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
             pass
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_place_whose_name_does_not_resolve_is_said_at_once(rank, monkeypatch, caplog):
+    """Worker 0 printed the stack of C++ for minutes, and the others waited for it without a word of the name."""
+    unknown = Mock(side_effect=socket.gaierror(-3, "Temporary failure in name resolution"))
+    monkeypatch.setattr(connect.socket, "getaddrinfo", unknown)
+    monkeypatch.setattr(connect, "SECONDS", 0.3)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = Environment("srun", rank, 2, 0, 1, "node9", 29500)
+    wrong = (
+        r"node9, where workers meet, did not resolve on this machine .* \(Temporary failure in name resolution\); check"
+    )
+    with pytest.raises(CommunicationError, match=wrong):
+        connect.meeting_store(place)
+    assert "node9, where workers meet, does not resolve on this machine; it is tried again" in caplog.text
+    assert unknown.call_count > 1
+
+
 @pytest.mark.parametrize(("interface", "place"), [(None, "127.0.0.1"), ("eth3", "10.7.1.2")])
 def test_other_machines_reach_the_lighthouse_if_the_interface_to_them_is_named(interface, place, monkeypatch, tmp_path):
     begun = Mock(side_effect=InterruptedError)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -184,7 +185,7 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
     # Unless torchrun's agent listens at that address already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            here = own_addresses_of(host)
+            here = _own_addresses(host)
             if address := listening_address(host, here, environment.one_node):
                 return listening_store(address, port, RENDEZVOUS)
             why = f"{host} is {', '.join(here)} here" if here else f"{host}: {os.strerror(errno.EADDRNOTAVAIL)}"
@@ -194,9 +195,29 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
             why = f"{host}: {error.strerror or error}"
         log.warning(f"the store listens on all interfaces, because {why}")
     if rank > 0:
+        _own_addresses(host)
         # Of several addresses, PyTorch's client would wait for a dead one until its limit.
         os.environ["MASTER_ADDR"] = _await_first(host, port)
     return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
+
+
+def _own_addresses(host: str) -> list[str]:
+    """This machine's addresses among those of the place where workers meet, once its name resolves; it may be a new one.
+
+    Raises:
+        CommunicationError: it does not.
+    """
+    with contextlib.suppress(OSError):
+        return own_addresses_of(host)
+    limit = f"within {SECONDS:g} seconds"
+    log.warning(f"{host}, where workers meet, does not resolve on this machine; it is tried again {limit}")
+    try:
+        return keep_trying(lambda _: own_addresses_of(host), SECONDS, PAUSE_SECONDS)
+    except OSError as error:
+        raise CommunicationError(
+            f"{host}, where workers meet, did not resolve on this machine {limit} ({error.strerror or error}); check "
+            "MASTER_ADDR"
+        ) from error
 
 
 def _await_first(host: str, port: int) -> str:
