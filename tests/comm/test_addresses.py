@@ -72,6 +72,14 @@ def test_of_the_addresses_of_an_interface_the_one_that_reaches_the_others_is_tak
     assert {*taken.values()} == {"10.7.1.2", "2001:db8::7"}
 
 
+def test_an_address_for_one_link_alone_is_refused(monkeypatch):
+    """Workers told each other such addresses, which nobody can dial without the name of an own interface."""
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.setattr(addresses, "_reaching", lambda host: (socket.AF_INET6, "fe80::1"))
+    with pytest.raises(ValueError, match="fe80::1 reaches fe80::2%eth0, and is an IPv6 address for one link alone"):
+        own_address(meeting="fe80::2%eth0")
+
+
 @pytest.mark.parametrize(
     ("found", "here", "is_at_one"),
     [

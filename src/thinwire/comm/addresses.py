@@ -67,7 +67,7 @@ def own_address(interface: str | None = None, meeting: str | None = None) -> tup
         meeting: the host; None takes MASTER_ADDR.
 
     Raises:
-        ValueError: the interface was named as an argument and has no address.
+        ValueError: the interface was named as an argument and has no address; or the address is for one link alone.
     """
     name = interface or os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
     master = meeting or os.environ.get("MASTER_ADDR")
@@ -75,7 +75,13 @@ def own_address(interface: str | None = None, meeting: str | None = None) -> tup
         return _that_meets(found, master) if master and len(found) > 1 else found[0]
     if interface:
         raise ValueError(f"interface {interface!r} does not exist here, or has no address; `ip address` lists them")
-    return _reaching(master or socket.gethostname()) or (socket.AF_INET, "127.0.0.1")
+    family, address = _reaching(master or socket.gethostname()) or (socket.AF_INET, "127.0.0.1")
+    if ":" in address and ipaddress.ip_address(address).is_link_local:
+        raise ValueError(
+            f"{address} reaches {master}, and is an IPv6 address for one link alone, which other machines cannot dial as it "
+            "stands; let workers meet at an address that does not begin with fe80, or at a name of one"
+        )
+    return family, address
 
 
 def _that_meets(own: list[tuple[socket.AddressFamily, str]], host: str) -> tuple[socket.AddressFamily, str]:

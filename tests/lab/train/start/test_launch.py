@@ -292,14 +292,13 @@ def test_a_meeting_place_whose_name_does_not_resolve_is_said_at_once(rank, monke
     """Worker 0 printed the stack of C++ for minutes, and the others waited for it without a word of the name."""
     unknown = Mock(side_effect=socket.gaierror(-3, "Temporary failure in name resolution"))
     monkeypatch.setattr(connect.socket, "getaddrinfo", unknown)
-    monkeypatch.setattr(connect, "SECONDS", 0.3)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     place = Environment("srun", rank, 2, 0, 1, "node9", 29500)
     wrong = (
         r"node9, where workers meet, did not resolve on this machine .* \(Temporary failure in name resolution\); check"
     )
     with pytest.raises(CommunicationError, match=wrong):
-        connect.meeting_store(place)
+        connect.meeting_store(place, seconds=0.3)
     assert "node9, where workers meet, does not resolve on this machine; it is tried again" in caplog.text
     assert unknown.call_count > 1
 

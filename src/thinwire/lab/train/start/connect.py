@@ -172,22 +172,30 @@ def _meeting_place(environment: Environment, credentials: Credentials | None) ->
     return host, port
 
 
-def meeting_store(environment: Environment, credentials: Credentials | None = None) -> dist.Store:
+def meeting_store(
+    environment: Environment, credentials: Credentials | None = None, seconds: float = SECONDS
+) -> dist.Store:
     """The store at the environment's address, which rank 0 makes unless torchrun has one.
 
     With credentials it answers the run's workers only. Else it has no authentication, and listens at that address only. If
     rank 0 cannot listen there (its name means the loopback, several addresses, or one that is translated on the way), it
     listens on all interfaces, and says so.
+
+    Raises:
+        ValueError: the port is taken, or the address is for one link alone.
+        CommunicationError: worker 0 does not answer, or its name does not resolve.
     """
     rank, host, port = environment.rank, environment.master_address, environment.master_port
+    limit = timedelta(seconds=seconds)
+    own_address(meeting=host)  # refuses an address that the others could not dial
     if credentials is not None:
         return _encrypted_store(environment, credentials)
     # Unless torchrun's agent listens at that address already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            here = _own_addresses(host)
+            here = _own_addresses(host, seconds)
             if address := listening_address(host, here, environment.one_node):
-                return listening_store(address, port, RENDEZVOUS)
+                return listening_store(address, port, limit)
             why = f"{host} is {', '.join(here)} here" if here else f"{host}: {os.strerror(errno.EADDRNOTAVAIL)}"
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
@@ -195,13 +203,13 @@ def meeting_store(environment: Environment, credentials: Credentials | None = No
             why = f"{host}: {error.strerror or error}"
         log.warning(f"the store listens on all interfaces, because {why}")
     if rank > 0:
-        _own_addresses(host)
+        _own_addresses(host, seconds)
         # Of several addresses, PyTorch's client would wait for a dead one until its limit.
-        os.environ["MASTER_ADDR"] = _await_first(host, port)
-    return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
+        os.environ["MASTER_ADDR"] = _await_first(host, port, seconds)
+    return next(dist.rendezvous("env://", rank, environment.size, timeout=limit))[0]
 
 
-def _own_addresses(host: str) -> list[str]:
+def _own_addresses(host: str, seconds: float) -> list[str]:
     """This machine's addresses among those of the place where workers meet, once its name resolves; it may be a new one.
 
     Raises:
@@ -209,10 +217,10 @@ def _own_addresses(host: str) -> list[str]:
     """
     with contextlib.suppress(OSError):
         return own_addresses_of(host)
-    limit = f"within {SECONDS:g} seconds"
+    limit = f"within {seconds:g} seconds"
     log.warning(f"{host}, where workers meet, does not resolve on this machine; it is tried again {limit}")
     try:
-        return keep_trying(lambda _: own_addresses_of(host), SECONDS, PAUSE_SECONDS)
+        return keep_trying(lambda _: own_addresses_of(host), seconds, PAUSE_SECONDS)
     except OSError as error:
         raise CommunicationError(
             f"{host}, where workers meet, did not resolve on this machine {limit} ({error.strerror or error}); check "
@@ -220,7 +228,7 @@ def _own_addresses(host: str) -> list[str]:
         ) from error
 
 
-def _await_first(host: str, port: int) -> str:
+def _await_first(host: str, port: int, seconds: float) -> str:
     """Wait until worker 0 listens; returns its address. PyTorch's client would wait twice as long, and print the stack of C++.
 
     Raises:
@@ -232,10 +240,10 @@ def _await_first(host: str, port: int) -> str:
             return str(connection.getpeername()[0])
 
     try:
-        return keep_trying(reached, SECONDS, PAUSE_SECONDS)
+        return keep_trying(reached, seconds, PAUSE_SECONDS)
     except OSError as error:
         raise CommunicationError(
-            f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
+            f"worker 0 did not answer at {address_text(host, port)} within {seconds:g} seconds "
             f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
         ) from error
 
