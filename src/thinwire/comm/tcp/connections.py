@@ -144,6 +144,7 @@ class Connections:
         self._mending: set[int] = set()
         self._lost: set[int] = set()
         self._failed: dict[int, OSError] = {}  # the last try to connect with a peer
+        self._reached: set[int] = set()  # peers with which it has made a connection
         self._small: set[int] = set()  # peers with which it has lost a connection
         self._said: set[int] = set()  # of these, and has made a new one
         self._lock = threading.Lock()
@@ -264,6 +265,7 @@ class Connections:
             if session and session.peer_name != self._contacts[peer].name:
                 raise Refused(self._other_name(peer, session))
             stream.sendall(answer)
+            self._reached.add(peer)
             self._engine.attach(peer, connection.detach(), session)
         except Refused as error:
             why = str(error)
@@ -362,7 +364,8 @@ class Connections:
             elif isinstance(error, ConnectionRefusedError) or error.errno in FULL or time.monotonic() > until:
                 self._give_up(peer, error)
             else:
-                self._failed[peer] = error
+                if not isinstance(error, ConnectionResetError):  # who hangs up was reached
+                    self._failed[peer] = error
                 self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -388,7 +391,8 @@ class Connections:
             return f"rank {peer} cannot be reached: {error.strerror or error}"
         where = address_text(*self._contacts[peer][:2])
         if isinstance(error, ConnectionRefusedError):
-            return f"rank {peer} has died or hung up: {where} refuses connections"
+            how = "has died or hung up" if peer in self._reached else "has ended, or a firewall stands before it"
+            return f"rank {peer} {how}: {where} refuses connections"
         return f"rank {peer} cannot be reached at {where}: {error.strerror or error}"
 
     def _connect_several(self, peer: int, missing: int) -> OSError | None:
@@ -423,6 +427,7 @@ class Connections:
                 introduce(session or connection, self._rank, peer, self._secret, deadline)
                 if session and session.peer_name != self._contacts[peer].name:
                     raise ConnectionError(f"who listens there {self._other_name(peer, session)}")
+                self._reached.add(peer)
                 self._engine.attach(peer, connection.detach(), session)
             finally:
                 connection.close()
