@@ -146,6 +146,7 @@ struct Engine::Connection {
     size_t ahead_begin = 0, ahead_end = 0;
     Header header{};
     Incoming* message = nullptr;  // null: the bytes are dropped
+    Incoming::Range* range = nullptr;  // of the message, while there is one
     uint8_t* into = nullptr;
     size_t left = 0;  // of the chunk
     uint64_t taken = 0, told = 0;
@@ -187,7 +188,7 @@ struct Engine::Peer {
     std::map<uint64_t, std::shared_ptr<Operation>> expected;
     std::map<uint64_t, Whole> whole;  // by stream; only those from which this worker has expected something
     uint64_t early = 0;               // bytes
-    double heard = 0, moved = 0;      // when the last payload came (on a channel, anything), and left
+    double heard = 0, moved = 0;      // when the last new payload came (on a channel, anything), and left
     double next_sign = 0;             // of life
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
     size_t turn = 0;
@@ -867,7 +868,7 @@ void Engine::read(Connection& c) {
         c.left -= direct;
         if (c.into) c.into += direct;
         if (direct) {
-            c.peer->heard = now();
+            hear(c);
             if (c.left == 0) end(c);
         }
         c.ahead_end += count - direct;
@@ -891,7 +892,7 @@ void Engine::parse(Connection& c) {
             c.ahead_begin += count;
             c.taken += count;
             c.left -= count;
-            c.peer->heard = now();
+            hear(c);
             if (c.left == 0) end(c);
             continue;
         }
@@ -967,8 +968,18 @@ bool Engine::begin(Connection& c) {
         peer.early += kCost + h.length;
     }
     c.message = &message;
+    c.range = range;
     c.into = range->early ? range->early.get() : message.data + h.offset;
     return true;
+}
+
+// Part of a chunk has come. What came before over another connection is no progress: where large packets are lost on the way,
+// each new connection brings the same first bytes, and no more.
+void Engine::hear(Connection& c) {
+    uint32_t reached = c.header.length - static_cast<uint32_t>(c.left);
+    if (!c.message || reached <= c.range->reached) return;
+    c.range->reached = reached;
+    c.peer->heard = now();
 }
 
 // A chunk is whole.

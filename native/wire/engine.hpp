@@ -98,6 +98,7 @@ class Engine {
     void read(Connection& c);
     void parse(Connection& c);
     bool begin(Connection& c);
+    void hear(Connection& c);
     void end(Connection& c);
     void finish_message(Peer& peer, uint64_t number);
     void release(const std::shared_ptr<Operation>& op);

@@ -93,7 +93,7 @@ class Copies {
 // The chunks of one message that have come, or are on their way in.
 struct Incoming {
     struct Range {
-        uint32_t length = 0;
+        uint32_t length = 0, reached = 0;  // reached: the most that one connection has brought of it
         bool is_done = false;
         Copies::Bytes early;  // holds the bytes until the message's own memory is known
     };

@@ -6,6 +6,7 @@ import errno
 import itertools
 import json
 import os
+import re
 import resource
 import socket
 import sys
@@ -23,6 +24,7 @@ from helpers.spawn import logged, retire, run_tcp, spawn
 
 from thinwire.comm import CommunicationError, transport
 from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
+from thinwire.comm.tcp.connections import Place
 from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
 
@@ -168,9 +170,44 @@ def unreachable(peer: int):
 
 def test_a_worker_that_waits_long_says_why():
     """It was silent until the time limit, 300 seconds by default."""
-    said = run_tcp(2, waits_long)[0]
+    said, its = run_tcp(2, waits_long)
     assert sum("another worker is late, or a line is slow" in line for line in said) == 1, said
     assert sum("rank 0 has no connection with rank 1, and waits for one for at most" in line for line in said) == 1
+    (line,) = (line for line in its if "rank 1 has no connection with rank 0" in line)
+    assert re.search(r"\(rank 0 cannot be reached at 127\.0\.0\.1:\d+: No route to host\)$", line), line
+
+
+def is_cut_off(comm) -> str:
+    retire()
+    comm.barrier()
+    comm._connections._dial = unreachable
+    time.sleep(1.0)  # the other one too
+    for connection in traffic.connections():
+        connection.shutdown(socket.SHUT_RDWR)
+    with pytest.raises(CommunicationError) as raised:
+        comm.barrier()
+    return str(raised.value)
+
+
+def test_a_worker_that_cannot_dial_another_says_where_and_why():
+    """It said that nothing came."""
+    said = run_tcp(2, is_cut_off, comm_timeout_seconds=3.0)[1]
+    assert re.search(r"rank 0 cannot be reached at 127\.0\.0\.1:\d+: No route to host$", said), said
+
+
+def test_a_peer_that_has_never_been_reached_may_be_behind_a_firewall():
+    """It was said to have died."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        refusing = server.getsockname()[:2]
+    meeting = endpoint.Meeting(
+        *(1, 2, lambda own: [[*refusing, "", "", bytes(32).hex()], own], Place(socket.AF_INET, "127.0.0.1"), 60.0)
+    )
+    worker = endpoint.Endpoint(meeting, [0])
+    operation = worker.begin([], [endpoint.TaggedMessage(0, 0, torch.zeros(1, dtype=torch.uint8))])
+    wrong = f"rank 0 has ended, or a firewall stands before it: 127.0.0.1:{refusing[1]} refuses connections"
+    with pytest.raises(CommunicationError, match=wrong):
+        worker.wait(operation)
+    worker.close(0.0)
 
 
 # ---- outsiders, and a machine that is full ----

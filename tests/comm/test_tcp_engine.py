@@ -112,6 +112,24 @@ def test_closing_waits_until_all_has_arrived(pair):
         pair[1].wait(pair[1].post([], [described(1, received, 0)]), 30.0)
 
 
+def test_the_first_bytes_of_a_chunk_again_and_again_are_no_sign_of_life():
+    """Where large packets are lost on the way, a worker waited for ever: each new connection brought a little."""
+    engine = _engine.Engine(0, 2, 1.0)
+    first, second = torch.zeros(10, dtype=torch.uint8), torch.zeros(100_000, dtype=torch.uint8)
+    small = HEADER.pack(DATA, 10, 0, 10, 0) + bytes(10)
+    large = HEADER.pack(DATA, 100_000, 1, 100_000, 0) + bytes(500)
+    operations = [engine.post([], [described(i, tensor, 1)]) for i, tensor in enumerate((first, second))]
+    ended, deadline = False, time.monotonic() + 60.0
+    with pytest.raises(RuntimeError, match="nothing came from rank 1 in 1 seconds"):
+        while not ended and time.monotonic() < deadline:
+            ours, theirs = socket.socketpair()
+            engine.attach(1, ours.detach())
+            with theirs:
+                theirs.sendall(small + large)
+                ended = engine.wait(operations[1], 0.3)
+    finished(engine, operations[0])
+
+
 # ---- streams ----
 
 

@@ -14,6 +14,7 @@ from typing import Protocol, TypeVar
 FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine has no place for another connection
 LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
 SMALL_PACKET, HEADERS = 1280, 60  # bytes; all paths that carry IPv6 carry such packets
+ADDRESS_SECONDS = 5.0  # before the next one of several addresses of a host is tried
 Caller = TypeVar("Caller")
 Result = TypeVar("Result")
 
@@ -62,14 +63,19 @@ def dial_small(host: str, port: int, seconds: float) -> socket.socket:
 
     On some paths, such as through a badly configured tunnel or firewall, larger ones are lost, and no router says so.
 
+    Args:
+        host, port: of the listener. A name may stand for several addresses, and some may be dead.
+        seconds: for all addresses together. A dead one takes its share, and `ADDRESS_SECONDS` at most.
+
     Raises:
         OSError: nobody answers.
     """
     failed = OSError(f"{host} has no address")
-    for family, kind, protocol, _, address in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    for family, kind, protocol, _, address in found:
         connection = socket.socket(family, kind, protocol)
         try:
-            connection.settimeout(seconds)
+            connection.settimeout(seconds if len(found) == 1 else min(seconds / len(found), ADDRESS_SECONDS))
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_MAXSEG, SMALL_PACKET - HEADERS)
             connection.connect(address)
             return connection
@@ -119,7 +125,8 @@ def callers(
         try:
             listener.settimeout(LOOK_SECONDS)
             connection, (host, port, *_) = listener.accept()
-            yield connection, (host, port)
+            # A socket for both families shows IPv4 addresses with this prefix.
+            yield connection, (host.removeprefix("::ffff:"), port)
         except OSError as error:
             if error.errno in FULL:
                 warn(error.strerror)

@@ -144,16 +144,17 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
         number, others = reached[threading.get_ident()]
         missing = [rank for rank, store in stores if {number, others[store]} == broken]
         if missing:
-            raise Missing(missing)
+            raise Missing(missing, "127.0.0.1:1: No route to host")
         reach(stores, limit)
 
     monkeypatch.setattr(forming, "reach", reach_but_for_two)
     began = time.monotonic()
     with ThreadPoolExecutor(3) as pool:
         first, second, third = pool.map(worker, range(3))
-    assert third.startswith("worker 2 is left out of the run: it and worker 1 did not reach each other in 3 tries"), (
-        third
-    )
+    assert third.startswith(
+        "worker 2 is left out of the run: it and worker 1 did not reach each other in 3 tries (127.0.0.1:1: No route to host); "
+        "see whether a firewall stands between 127.0.0.1 and 127.0.0.1, and"
+    ), third
     assert first["sum"] == second["sum"] and set(first["sizes"]) <= {2}
     assert time.monotonic() - began < 55
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import threading
 import time
+from pathlib import Path
 
 import pytest
+from cryptography.hazmat.primitives import serialization
 from helpers.keys import another, keys_of
 
 import thinwire as tw
@@ -121,7 +124,7 @@ def test_a_damaged_token_says_so():
             keys.parsed_token(damaged)
 
 
-def test_keys_that_cannot_be_used_say_why(tmp_path):
+def test_keys_that_cannot_be_used_say_why(tmp_path, monkeypatch):
     ours, second = keys_of(tmp_path, "first", "second")
     with pytest.raises(ValueError, match=r"has no certificate.pem; make keys with: thinwire keys new"):
         tw.Credentials(tmp_path)
@@ -131,9 +134,26 @@ def test_keys_that_cannot_be_used_say_why(tmp_path):
     ours.key.chmod(0o600)
     good = second.key.read_bytes()
     second.key.write_bytes(ours.key.read_bytes())
-    with pytest.raises(ValueError, match="cannot be used: .*KEY_VALUES_MISMATCH.* make new ones, or join again"):
+    wrong = "cannot be used: key.pem is not the key of the first certificate in certificate.pem; make new ones, or join"
+    with pytest.raises(ValueError, match=wrong):
         tw.Credentials(second.folder)
+    secret = serialization.BestAvailableEncryption(b"secret")
+    form = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, secret
+    second.key.write_bytes(serialization.load_pem_private_key(good, None).private_bytes(*form))
+    with pytest.raises(
+        ValueError, match="key.pem has a pass phrase, which workers cannot enter; remove it: openssl pkey"
+    ):
+        tw.Credentials(second.folder)  # OpenSSL asked for it at the terminal
     second.key.write_bytes(good)
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(ValueError, match="this user may not read .*key.pem; who starts"),
+    ):
+        patch.setattr(os, "access", lambda path, mode: path.name != "key.pem")
+        tw.Credentials(second.folder)
+    Path(second.folder, "address").write_text("nowhere\n")
+    with pytest.raises(ValueError, match="second/address: expected HOST:PORT"):
+        _ = tw.Credentials(second.folder).address
     (other,) = keys_of(tmp_path / "other", "first")
     second.authority.write_bytes(other.authority.read_bytes())
     with pytest.raises(ValueError, match="cannot be used: its certificate is of another run"):

@@ -17,8 +17,9 @@ from helpers.program import below, wait_until, workers_of
 
 import thinwire as tw
 from thinwire.lab.cli import main
-from thinwire.lab.cli.options import parsed
+from thinwire.lab.cli.options import fail, parsed
 from thinwire.lab.train import RunConfig
+from thinwire.lab.train.shared_errors import SharedError
 from thinwire.notation import known_names
 
 SPARSE = "Gradients(Mean(chain(TopK(0.01), QSGD(bits=4)), ErrorFeedback()))"
@@ -322,3 +323,16 @@ def test_configuration_files_change_parts_of_an_averager_as_in_deep_gradient_com
     assert "unknown field 'strategy.averager.codec.ratoi'; Chain has sparsifier, values" in wrong.stderr
     bare = thinwire("train", "digits", "--strategy.averager.codec.ratio", "--workers", 1, cwd=tmp_path)
     assert bare.returncode == 2 and "--strategy.averager.codec.ratio needs a value" in bare.stderr
+
+
+def test_a_mistake_of_one_machine_is_said_there(monkeypatch, capsys):
+    """A worker of another machine than rank 0's ended without a word, and rank 0 waited for it."""
+    command = ["train", "digits", "--credentials", "nowhere"]
+    for rank, local_rank, error in ((2, 0, "thinwire: worker 2: nowhere has no certificate.pem"), (3, 1, "")):
+        for name, value in {"RANK": rank, "WORLD_SIZE": 4, "LOCAL_RANK": local_rank, "LOCAL_WORLD_SIZE": 2}.items():
+            monkeypatch.setenv(name, str(value))
+        assert main(command) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(error) and said.count("\n") == bool(error)
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert fail(SharedError("all have said it"), 2) == 2 and not capsys.readouterr().err

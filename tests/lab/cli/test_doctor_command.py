@@ -53,9 +53,15 @@ def test_a_worker_that_never_comes_is_a_line_and_not_a_hang(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]  # free again
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    run = thinwire("doctor", "--timeout", 2, cwd=tmp_path, MASTER_PORT=str(port), **alone)
-    assert run.returncode == 1 and "Hosts" in run.stdout
-    assert run.stderr.strip().splitlines()[-1].startswith("thinwire: rank 0 could not connect with the others")
+    for rank, why in (
+        (0, "rank 1 did not come to the store within 2 seconds"),
+        (1, f"worker 0 did not answer at 127.0.0.1:{port} within 2 seconds (Connection refused)"),
+    ):
+        alone["RANK"] = str(rank)
+        run = thinwire("doctor", "--timeout", 2, cwd=tmp_path, MASTER_PORT=str(port), **alone)
+        assert run.returncode == 1 and "Hosts" in run.stdout
+        said = run.stderr.strip().splitlines()[-1]
+        assert said.startswith(f"thinwire: rank {rank} could not connect with the others: {why}"), run.stderr
 
 
 def test_mistakes_are_one_line(capsys):

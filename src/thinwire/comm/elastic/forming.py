@@ -96,7 +96,7 @@ class Forming:
         self._number, self._lighthouse, self._min_workers = number, lighthouse, min_workers
         self._quorum_seconds, self._groups = quorum_seconds, groups
         self.settings = {"processes of a worker": repr(processes.size)}
-        self.place, self._size, self._failures = "", 1, 0
+        self.place, self._size, self._failures, self._why = "", 1, 0, ""
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
         self._is_partial = False
@@ -178,10 +178,11 @@ class Forming:
             raise self._refused(self._difference(other))
         if other := choice.unreached.get(self._id):
             relayed = f"the relay at {self.settings.get('relay')} runs, and both reach it"
-            cause = "a firewall stands between them" if self._relay is None else relayed
+            places = f"{self.host} and {other.store.rpartition(':')[0]}"
+            cause = f"a firewall stands between {places}" if self._relay is None else relayed
             raise LeftOut(
                 f"worker {self._number} is left out of the run: it and worker {other.number} did not reach each other in "
-                f"{TRIES} tries; see whether {cause}, and whether this process can open sockets"
+                f"{TRIES} tries{self._why}; see whether {cause}, and whether this process can open sockets"
             )
         return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
 
@@ -287,7 +288,7 @@ class Forming:
         place, self.place, self._size = place_of(claims), "", len(claims)
         limit = timedelta(seconds=CONNECT_SECONDS * (1 + self._failures // 2))
         meeting = f"{place}.{self._processes.rank}"  # process r connects with process r of the others
-        failed: tuple[str, list[int]] | None = None
+        failed: tuple[str, list[int], str] | None = None
         try:
             # It fails before it meets the others, if it cannot open the sockets that the round needs.
             try_sockets(2 * len(claims) + 8)
@@ -302,11 +303,12 @@ class Forming:
                     f"({NO_DESCRIPTORS}); raise the limit of open files (ulimit -n), and start it again"
                 ) from error
             missing = {claims[rank].number for rank in error.ranks} if isinstance(error, Missing) else set[int]()
-            failed = reason_of(error), sorted(missing - {self._number})
+            failed = reason_of(error), sorted(missing - {self._number}), error.why if isinstance(error, Missing) else ""
         if failures := [one for one in self._processes.gather(failed) if one is not None]:
-            self._count_failure({number for _, missing in failures for number in missing})
+            self._count_failure({number for _, missing, _ in failures for number in missing})
+            self._why = next((f" ({why})" for *_, why in failures if why), self._why)
             raise CommunicationError(f"worker {self._number}: cannot connect to the other workers: {failures[0][0]}")
-        self.place, self._failures, self._missed = place, 0, {}
+        self.place, self._failures, self._missed, self._why = place, 0, {}, ""
 
     def _count_failure(self, missing: set[int]) -> None:
         self._failures += 1

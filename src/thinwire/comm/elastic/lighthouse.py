@@ -32,7 +32,7 @@ from torch import Tensor
 from ...algorithm import require
 from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
-from ..handle import CommunicationError
+from ..handle import CommunicationError, reason_of
 from ..store import connected_store
 from ..tls.connections import Listener, speaks_tls
 from ..tls.credentials import Credentials
@@ -242,11 +242,11 @@ class Asker:
 
 
 class Missing(CommunicationError):
-    """Workers that could not be reached, by rank."""
+    """Workers that could not be reached, by rank, and why if that is known."""
 
-    def __init__(self, ranks: Iterable[int]):
-        self.ranks = sorted(ranks)
-        super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}")
+    def __init__(self, ranks: Iterable[int], why: str = ""):
+        self.ranks, self.why = sorted(ranks), why
+        super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}{f': {why}' if why else ''}")
 
 
 def meet(
@@ -270,7 +270,7 @@ def meet(
     except Missing:
         raise
     except (OSError, RuntimeError) as error:
-        raise Missing([0]) from error
+        raise Missing([0], reason_of(error)) from error
 
 
 def try_sockets(count: int) -> None:
@@ -292,19 +292,20 @@ def reach(stores: Iterable[tuple[int, str]], limit: timedelta) -> None:
     """
     places = list(stores)
     with ThreadPoolExecutor(MAX_WORKERS) as pool:
-        are_there = pool.map(lambda place: _answers(place[1], limit), places)
-        if missing := [rank for (rank, _), is_there in zip(places, are_there, strict=True) if not is_there]:
-            raise Missing(missing)
+        silent = pool.map(lambda place: _silence(place[1], limit), places)
+        if missing := {rank: why for (rank, _), why in zip(places, silent, strict=True) if why}:
+            raise Missing(missing, next(iter(missing.values())))
 
 
-def _answers(store: str, limit: timedelta) -> bool:
-    """Whether something listens at the address of a store, or of the relay that it waits at."""
+def _silence(store: str, limit: timedelta) -> str:
+    """Why nothing listens at the address of a store, or of the relay that it waits at; empty if something does."""
     host, _, port = store.rpartition(":")
+    place = relay_of(host) or (host.strip("[]"), int(port))
     try:
-        socket.create_connection(relay_of(host) or (host.strip("[]"), int(port)), limit.total_seconds()).close()
-    except (OSError, OverflowError):
-        return False
-    return True
+        socket.create_connection(place, limit.total_seconds()).close()
+    except (OSError, OverflowError) as error:
+        return f"{address_text(*place)}: {getattr(error, 'strerror', None) or error}"
+    return ""
 
 
 def _module(name: str) -> ModuleType:

@@ -143,6 +143,8 @@ class Connections:
         self._attendances: list[relay.Attendance] = []
         self._mending: set[int] = set()
         self._lost: set[int] = set()
+        self._failed: dict[int, OSError] = {}  # the last try to connect with a peer
+        self._reached: set[int] = set()  # peers with which it has made a connection
         self._small: set[int] = set()  # peers with which it has lost a connection
         self._said: set[int] = set()  # of these, and has made a new one
         self._lock = threading.Lock()
@@ -263,6 +265,7 @@ class Connections:
             if session and session.peer_name != self._contacts[peer].name:
                 raise Refused(self._other_name(peer, session))
             stream.sendall(answer)
+            self._reached.add(peer)
             self._engine.attach(peer, connection.detach(), session)
         except Refused as error:
             why = str(error)
@@ -349,6 +352,7 @@ class Connections:
                     return
             error = self._connect_several(peer, missing)
             if error is None:
+                self._failed.pop(peer, None)
                 until, pause = time.monotonic() + self._timeout, FIRST_PAUSE
                 if peer in self._small - self._said:
                     self._said.add(peer)
@@ -360,6 +364,8 @@ class Connections:
             elif isinstance(error, ConnectionRefusedError) or error.errno in FULL or time.monotonic() > until:
                 self._give_up(peer, error)
             else:
+                if not isinstance(error, ConnectionResetError):  # who hangs up was reached
+                    self._failed[peer] = error
                 self._closed.wait(pause)
                 pause = min(2 * pause, LONGEST_PAUSE)
 
@@ -375,12 +381,18 @@ class Connections:
             self._lost.add(peer)
             self._engine.lose(peer, self._why(peer, error))
 
+    def trouble(self, peer: int) -> str:
+        """Why this worker has no connection with a peer that it dials; empty if it knows of no reason."""
+        error = self._failed.get(peer)
+        return "" if error is None or self._engine.counts(peer).connections else self._why(peer, error)
+
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):
             return f"rank {peer} cannot be reached: {error.strerror or error}"
         where = address_text(*self._contacts[peer][:2])
         if isinstance(error, ConnectionRefusedError):
-            return f"rank {peer} has died or hung up: {where} refuses connections"
+            how = "has died or hung up" if peer in self._reached else "has ended, or a firewall stands before it"
+            return f"rank {peer} {how}: {where} refuses connections"
         return f"rank {peer} cannot be reached at {where}: {error.strerror or error}"
 
     def _connect_several(self, peer: int, missing: int) -> OSError | None:
@@ -415,6 +427,7 @@ class Connections:
                 introduce(session or connection, self._rank, peer, self._secret, deadline)
                 if session and session.peer_name != self._contacts[peer].name:
                     raise ConnectionError(f"who listens there {self._other_name(peer, session)}")
+                self._reached.add(peer)
                 self._engine.attach(peer, connection.detach(), session)
             finally:
                 connection.close()

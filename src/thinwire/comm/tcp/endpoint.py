@@ -131,7 +131,8 @@ class Endpoint:
                 if time.monotonic() >= late:
                     self._say_late()
         except RuntimeError as error:
-            raise CommunicationError(str(error)) from None
+            reasons = [why for why in map(self.connections.trouble, self._peers) if why and why not in str(error)]
+            raise CommunicationError("; ".join([str(error), *reasons[:1]])) from None
         self._forget()
 
     def _say_late(self) -> None:
@@ -146,7 +147,8 @@ class Endpoint:
             )
         if text not in self._notices:
             self._notices.add(text)
-            log.warning("rank %d %s (thinwire doctor measures lines)", self._rank, text)
+            why = next(filter(None, map(self.connections.trouble, self._peers)), "thinwire doctor measures lines")
+            log.warning("rank %d %s (%s)", self._rank, text, why)
 
     def _forget(self) -> None:
         with self._lock:

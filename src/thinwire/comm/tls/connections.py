@@ -18,7 +18,6 @@ A worker with credentials may lie too. So a question is short where no long one 
 from __future__ import annotations
 
 import contextlib
-import errno
 import itertools
 import logging
 import socket
@@ -30,7 +29,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from ..addresses import address_text
+from ..addresses import address_text, listening_address, own_addresses_of
 from ..sockets import (
     LOOK_SECONDS,
     be_patient,
@@ -59,7 +58,6 @@ LOG_SECONDS = 1.0  # between two lines about refused connections
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
-NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
 Answer = Callable[[list[bytes]], list[bytes]]
 log = logging.getLogger("thinwire")
 
@@ -285,18 +283,17 @@ _PORTS_AT_RELAYS = itertools.count(1)
 
 
 def listening_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens at one address of this machine, or at all if this machine does not have that one.
+    """A socket that listens at the address of a host, or at all of this machine if it has several here, or none.
 
     Raises:
         OSError: the port is taken, or the host has no address.
     """
-    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    try:
-        return socket.create_server(address[:2], family=family, backlog=1024)
-    except OSError as error:
-        if error.errno not in NOT_HERE:
-            raise
-        return socket.create_server(("", port), family=family, backlog=1024)
+    if address := listening_address(host, own_addresses_of(host), is_local=host == "localhost"):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=1024)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, backlog=1024, dualstack_ipv6=True)
+    return socket.create_server(("", port), backlog=1024)
 
 
 # ---- the side that connects ----

@@ -62,6 +62,7 @@ class Credentials:
             require(
                 path.is_file(), f"{self.folder} has no {path.name}; make keys with: thinwire keys new {self.folder}"
             )
+            require(os.access(path, os.R_OK), f"this user may not read {path}; who starts the run must own it")
         mode = self.key.stat().st_mode
         require(os.name != "posix" or mode & 0o077 == 0, f"others may read {self.key}; run: chmod 600 {self.key}")
         shown = self._shown()
@@ -107,7 +108,12 @@ class Credentials:
             ValueError: the file is damaged.
         """
         path = Path(self.folder) / ADDRESS
-        return parse_address(path.read_text().strip()) if path.is_file() else None
+        if not path.is_file():
+            return None
+        try:
+            return parse_address(path.read_text().strip())
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
 
     def context(self, server: bool) -> ssl.SSLContext:
         """The settings of one side of a connection: TLS 1.3, and the other side must show a certificate of the run.
@@ -125,16 +131,23 @@ class Credentials:
         if server:
             context.num_tickets = 0  # no session is resumed without its certificate
         try:
-            context.load_cert_chain(self.certificate, self.key)
+            context.load_cert_chain(self.certificate, self.key, password=self._refuse_pass_phrase)
             context.load_verify_locations(self.authority)
             if (revoked := self.revoked) is not None:
                 context.load_verify_locations(revoked)
                 context.verify_flags |= ssl.VERIFY_CRL_CHECK_LEAF
         except (ssl.SSLError, OSError) as error:
+            other = f"{KEY} is not the key of the first certificate in {CERTIFICATE}"
+            reason = other if getattr(error, "reason", None) == "KEY_VALUES_MISMATCH" else error
             raise ValueError(
-                f"the keys in {self.folder} cannot be used: {error}; make new ones, or join again"
+                f"the keys in {self.folder} cannot be used: {reason}; make new ones, or join again"
             ) from None
         return context
+
+    def _refuse_pass_phrase(self) -> str:
+        """OpenSSL would ask for it at the terminal, in each worker and for each connection."""
+        remedy = f"openssl pkey -in {KEY} -out new.pem && mv new.pem {KEY}"
+        raise ValueError(f"{self.key} has a pass phrase, which workers cannot enter; remove it: {remedy}")
 
     def _shown(self) -> dict[str, Any]:
         """This worker's certificate, as a worker of the run reads it in a handshake, which happens here in memory."""

@@ -13,6 +13,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from ..addresses import address_text
+from . import relay
 from .connections import MAX_FRAME_BYTES, Client, Listener
 from .credentials import Credentials
 
@@ -70,7 +72,7 @@ class TlsStore(dist.Store):
         try:
             self._client.connect(timeout.total_seconds())
         except OSError as error:
-            raise dist.DistNetworkError(f"the store does not answer: {error}") from error
+            raise self._silence(error) from error
         _open.add(self)
 
     def close(self) -> None:
@@ -87,10 +89,15 @@ class TlsStore(dist.Store):
                 # The listener may wait so long before it answers.
                 answer = self._client.ask(*question, seconds=seconds + WAIT_SECONDS, is_repeatable=is_repeatable)
             except OSError as error:
-                raise dist.DistNetworkError(f"the store does not answer: {error}") from error
+                raise self._silence(error) from error
         if answer[0] == FULL:
             raise dist.DistStoreError(f"the store is full: it holds at most {MAX_TABLE_BYTES} bytes")
         return answer
+
+    def _silence(self, error: OSError) -> dist.DistNetworkError:
+        at = relay.relay_of(self.host)
+        where = address_text(self.host, self.port) if at is None else f"the relay {address_text(*at)}"
+        return dist.DistNetworkError(f"the store at {where} does not answer: {error}")
 
     def _seconds(self) -> float:
         """How long to wait for a key, as `set_timeout` has it."""

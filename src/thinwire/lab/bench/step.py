@@ -180,8 +180,16 @@ def _own_device(bench: StepBench) -> torch.device:
 
 def meeting(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> dist.Store:
     """The store by which the workers that the launcher's environment names find each other."""
+    from ..train.start.connect import meeting_store
+    from ..train.start.environment import launched
+
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    store: dist.Store = next(dist.rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_seconds)))[0]
+    environment = launched() if rendezvous == "env://" else None
+    store: dist.Store
+    if environment is not None:
+        store = meeting_store(environment, seconds=timeout_seconds)
+    else:
+        store = next(dist.rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_seconds)))[0]
     store.set_timeout(timedelta(seconds=timeout_seconds))  # a file:// rendezvous ignores its timeout
     return store
 

@@ -137,10 +137,15 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
 
 def _exchange_hosts(store: Store, rank: int, size: int, describe: Callable[[], Host]) -> list[Host]:
     """The hosts of all workers. Rank 0 describes its own last: then the store is connected with all others."""
+    from ...comm import CommunicationError
     from ...plan.doctor import Host
 
     def read(other: int) -> Host:
-        return Host.of(json.loads(store.get(f"doctor/{other}")))
+        try:
+            return Host.of(json.loads(store.get(f"doctor/{other}")))
+        except RuntimeError as error:
+            seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # PyTorch's types lack it
+            raise CommunicationError(f"rank {other} did not come to the store within {seconds:g} seconds") from error
 
     others = [read(other) for other in range(1, size)] if rank == 0 else []
     store.set(f"doctor/{rank}", json.dumps(asdict(describe())))

@@ -38,10 +38,19 @@ def show(table: Any) -> None:
 
 
 def fail(message: object, code: int) -> int:
-    """Print an error as one line on stderr; returns the exit code."""
-    # Under torchrun every worker finds the same user error; only rank 0 prints it.
-    if code != 2 or os.environ.get("RANK", "0") == "0":
-        print(f"thinwire: {' '.join(str(message).split())}", file=sys.stderr, flush=True)
+    """Print an error as one line on stderr; returns the exit code.
+
+    Under a launcher all workers of a machine find the same user error, and the first one prints it. Rank 0 prints for all what
+    they raise together.
+    """
+    rank, text = os.environ.get("RANK", "0"), " ".join(str(message).split())
+    if code != 2 or rank == "0":
+        print(f"thinwire: {text}", file=sys.stderr, flush=True)
+    elif os.environ.get("LOCAL_RANK") == "0":
+        from ..train.shared_errors import SharedError
+
+        if not isinstance(message, SharedError):
+            print(f"thinwire: worker {rank}: {text}", file=sys.stderr, flush=True)
     return code
 
 

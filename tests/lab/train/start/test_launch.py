@@ -253,12 +253,14 @@ def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch)
     """By itself it takes the address of the machine's own name, which is often the loopback."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     addresses = {"lo": ["127.0.0.1"], "eth3": ["10.7.1.2", "10.7.1.9", "fe80::1"], "eth4": ["2001:db8::7"]}
+    addresses["eth5"] = ["10.8.1.2", "2001:db8::8"]
     monkeypatch.setattr(
         psutil, "net_if_addrs", lambda: {n: [Mock(address=a) for a in of] for n, of in addresses.items()}
     )
     for own, chosen in (
         ({None: "10.7.1.2"}, "eth3"),
         ({None: "2001:db8::7"}, "eth4"),
+        ({None: "2001:db8::8"}, "eth5"),  # where workers meet at a name with IPv6 addresses, all took the loopback
         ({None: "10.7.1.9"}, None),  # another address of an interface, whose name stands for the first one
         ({None: "127.0.1.1", connect.ELSEWHERE: "10.7.1.2"}, "eth3"),  # worker 0, whose own name is the loopback
         ({None: "127.0.1.1", connect.ELSEWHERE: "127.0.0.1"}, None),
@@ -283,6 +285,22 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
     with pytest.raises(CommunicationError, match="the workers did not connect"):
         with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place):
             pass
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_meeting_place_whose_name_does_not_resolve_is_said_at_once(rank, monkeypatch, caplog):
+    """Worker 0 printed the stack of C++ for minutes, and the others waited for it without a word of the name."""
+    unknown = Mock(side_effect=socket.gaierror(-3, "Temporary failure in name resolution"))
+    monkeypatch.setattr(connect.socket, "getaddrinfo", unknown)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    place = Environment("srun", rank, 2, 0, 1, "node9", 29500)
+    wrong = (
+        r"node9, where workers meet, did not resolve on this machine .* \(Temporary failure in name resolution\); check"
+    )
+    with pytest.raises(CommunicationError, match=wrong):
+        connect.meeting_store(place, seconds=0.3)
+    assert "node9, where workers meet, does not resolve on this machine; it is tried again" in caplog.text
+    assert unknown.call_count > 1
 
 
 @pytest.mark.parametrize(("interface", "place"), [(None, "127.0.0.1"), ("eth3", "10.7.1.2")])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import ipaddress
 import logging
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from ....algorithm import able_to, require
 from ....comm import CommunicationError, Communicator, Credentials
-from ....comm.addresses import address_text, own_address
+from ....comm.addresses import address_text, listening_address, own_address, own_addresses_of
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.sockets import keep_trying
@@ -171,44 +172,78 @@ def _meeting_place(environment: Environment, credentials: Credentials | None) ->
     return host, port
 
 
-def meeting_store(environment: Environment, credentials: Credentials | None = None) -> dist.Store:
+def meeting_store(
+    environment: Environment, credentials: Credentials | None = None, seconds: float = SECONDS
+) -> dist.Store:
     """The store at the environment's address, which rank 0 makes unless torchrun has one.
 
     With credentials it answers the run's workers only. Else it has no authentication, and listens at that address only. If
-    rank 0 cannot listen there (its name means the loopback, or an address that is translated on the way), it listens on all
-    interfaces, and says so.
+    rank 0 cannot listen there (its name means the loopback, several addresses, or one that is translated on the way), it
+    listens on all interfaces, and says so.
+
+    Raises:
+        ValueError: the port is taken, or the address is for one link alone.
+        CommunicationError: worker 0 does not answer, or its name does not resolve.
     """
     rank, host, port = environment.rank, environment.master_address, environment.master_port
+    limit = timedelta(seconds=seconds)
+    own_address(meeting=host)  # refuses an address that the others could not dial
     if credentials is not None:
         return _encrypted_store(environment, credentials)
     # Unless torchrun's agent listens at that address already.
     if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         try:
-            address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]
-            if environment.one_node or address == host or not ipaddress.ip_address(address).is_loopback:
-                return listening_store(str(address), port, RENDEZVOUS)
-            why = f"{host} is {address} here"
+            here = _own_addresses(host, seconds)
+            if address := listening_address(host, here, environment.one_node):
+                return listening_store(address, port, limit)
+            why = f"{host} is {', '.join(here)} here" if here else f"{host}: {os.strerror(errno.EADDRNOTAVAIL)}"
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise ValueError(f"port {port} of {host} is taken; choose another with MASTER_PORT") from None
             why = f"{host}: {error.strerror or error}"
         log.warning(f"the store listens on all interfaces, because {why}")
     if rank > 0:
-        _await_first(host, port)
-    return next(dist.rendezvous("env://", rank, environment.size, timeout=RENDEZVOUS))[0]
+        _own_addresses(host, seconds)
+        # Of several addresses, PyTorch's client would wait for a dead one until its limit.
+        os.environ["MASTER_ADDR"] = _await_first(host, port, seconds)
+    return next(dist.rendezvous("env://", rank, environment.size, timeout=limit))[0]
 
 
-def _await_first(host: str, port: int) -> None:
-    """Wait until worker 0 listens. PyTorch's client would wait twice as long, and print the stack of C++.
+def _own_addresses(host: str, seconds: float) -> list[str]:
+    """This machine's addresses among those of the place where workers meet, once its name resolves; it may be a new one.
 
     Raises:
         CommunicationError: it does not.
     """
+    with contextlib.suppress(OSError):
+        return own_addresses_of(host)
+    limit = f"within {seconds:g} seconds"
+    log.warning(f"{host}, where workers meet, does not resolve on this machine; it is tried again {limit}")
     try:
-        keep_trying(lambda _: socket.create_connection((host, port), TRY_SECONDS), SECONDS, PAUSE_SECONDS).close()
+        return keep_trying(lambda _: own_addresses_of(host), seconds, PAUSE_SECONDS)
     except OSError as error:
         raise CommunicationError(
-            f"worker 0 did not answer at {address_text(host, port)} within {SECONDS:g} seconds "
+            f"{host}, where workers meet, did not resolve on this machine {limit} ({error.strerror or error}); check "
+            "MASTER_ADDR"
+        ) from error
+
+
+def _await_first(host: str, port: int, seconds: float) -> str:
+    """Wait until worker 0 listens; returns its address. PyTorch's client would wait twice as long, and print the stack of C++.
+
+    Raises:
+        CommunicationError: it does not.
+    """
+
+    def reached(_: float) -> str:
+        with socket.create_connection((host, port), TRY_SECONDS) as connection:
+            return str(connection.getpeername()[0])
+
+    try:
+        return keep_trying(reached, seconds, PAUSE_SECONDS)
+    except OSError as error:
+        raise CommunicationError(
+            f"worker 0 did not answer at {address_text(host, port)} within {seconds:g} seconds "
             f"({error.strerror or error}); see whether it runs, and check MASTER_ADDR and MASTER_PORT"
         ) from error
 
@@ -296,9 +331,15 @@ def _reaching_interface() -> str | None:
 
     found = (own_address(meeting=host)[1] for host in (None, ELSEWHERE))
     reaching = next((address for address in found if not ipaddress.ip_address(address).is_loopback), None)
-    # By its name, Gloo takes an interface's first address.
-    first = {addresses[0].address: name for name, addresses in psutil.net_if_addrs().items()}
-    return None if reaching is None else first.get(reaching)
+    # By its name, Gloo takes an interface's first address, which is an IPv4 one if it has any. An IPv6 address that reaches the
+    # place stands for it too: the others reach it in the same network.
+    names = {
+        one.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for place, one in enumerate(addresses)
+        if place == 0 or ":" in one.address
+    }
+    return None if reaching is None else names.get(reaching)
 
 
 def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
