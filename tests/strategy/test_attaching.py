@@ -11,6 +11,7 @@ from helpers.gradients import fingerprint, make_model, train
 from helpers.spawn import spawn
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
@@ -283,16 +284,28 @@ def test_the_size_of_ddps_buckets_is_ddps():
 
 
 def attached_again_worker(comm):
+    def gradient(ddp, averager):
+        ddp.zero_grad()
+        with tw.compress_gradients(ddp, averager) as handle:
+            ddp(torch.full((1, 2), float(comm.rank))).sum().backward()
+            assert handle.ledger.dense_numel == 6
+        return [p.grad.clone() for p in ddp.parameters()]
+
     ddp = DistributedDataParallel(nn.Linear(2, 2))
-    tw.compress_gradients(ddp, SPARSE).detach()
-    with pytest.raises(ValueError, match="has a communication hook already.*wrap the module in DDP anew"):
+    gradient(ddp, SPARSE)
+    again, new = gradient(ddp, tw.Mean()), gradient(DistributedDataParallel(ddp.module), tw.Mean())
+    assert all(torch.equal(p, q) for p, q in zip(again, new, strict=True))
+    assert again[0].tolist() == [[0.5, 0.5]] * 2
+    with tw.compress_gradients(ddp, SPARSE), pytest.raises(ValueError, match="takes part in"):
         tw.compress_gradients(ddp, SPARSE)
-    with tw.compress_gradients(DistributedDataParallel(ddp.module), SPARSE) as handle:
-        assert handle.ledger.bytes_sent == 0
+    hooked = DistributedDataParallel(nn.Linear(2, 2))
+    hooked.register_comm_hook(None, fp16_compress_hook)
+    with pytest.raises(ValueError, match="has a communication hook of yours already; wrap the module in DDP anew"):
+        tw.compress_gradients(hooked, SPARSE)
 
 
-def test_a_ddp_that_was_attached_before_is_refused():
-    spawn(1, attached_again_worker)
+def test_a_ddp_takes_another_strategy_after_one_was_detached_but_no_hook_beside_ones_own():
+    spawn(2, attached_again_worker)
 
 
 def dropped_worker(comm):

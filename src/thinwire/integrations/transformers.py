@@ -53,6 +53,8 @@ class CompressGradients(TrainerCallback):
         """Attach to the model, which the trainer has wrapped by now, and restore this worker's memory."""
         if args.world_size == 1:
             return
+        if self.handle is not None:
+            self.handle.detach()  # unless the training before ended, with an error
         model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
         self.handle = compress_gradients(model, self._averager, scaler=scaler, **self._options)
         if state.global_step > 0:

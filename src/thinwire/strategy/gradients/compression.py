@@ -13,8 +13,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from weakref import finalize, ref
+from weakref import WeakKeyDictionary, finalize, ref
 
 import torch
 from torch import Tensor, nn
@@ -47,7 +48,7 @@ class GradientCompression(AveragerAttachment):
     pass; "blocked" is how long backward waited for them at its end.
 
     A plain module works as before once it is detached; its gradients stay local. DDP cannot remove a hook, so a detached DDP
-    model raises an error in its next backward: wrap the module anew.
+    model raises an error in its next backward: attach again before it, or wrap the module anew.
 
     Args:
         strategy: the configuration.
@@ -179,13 +180,18 @@ class GradientCompression(AveragerAttachment):
         )
         with self._attaching(ddp.process_group) as comm:
             self._begin(comm)
+            if ddp in _users:
+                _users[ddp].compression = self  # the one before was detached, else a parameter would take part twice
+                return
+            user = HookUser(self)
             try:
-                ddp.register_comm_hook(self, ddp_hook)
-            except RuntimeError as error:  # PyTorch takes one hook, for good
+                ddp.register_comm_hook(user, ddp_hook)
+            except RuntimeError as error:
                 raise ValueError(
-                    f"{self.call}: this DistributedDataParallel has a communication hook already, your own or that of a "
-                    "strategy that was detached; wrap the module in DDP anew"
+                    f"{self.call}: this DistributedDataParallel has a communication hook of yours already; wrap the module "
+                    "in DDP anew"
                 ) from error
+            _users[ddp] = user
 
     def _attach_plain(self) -> None:
         with self._attaching() as comm:
@@ -261,8 +267,19 @@ class GradientCompression(AveragerAttachment):
         return [(name, values_of(p)) for name, p in self.parameters]
 
 
+@dataclass
+class HookUser:
+    """Who uses the hook of a DDP model, which takes one hook for good: the strategy that was attached last."""
+
+    compression: GradientCompression
+
+
+_users: WeakKeyDictionary[DistributedDataParallel, HookUser] = WeakKeyDictionary()
+
+
 def ddp_hook(state, bucket):  # type: ignore[no-untyped-def]  # DDP reads annotations and cannot read postponed ones
     """The hook that DDP calls with each bucket when its gradients are complete."""
+    state = state.compression if isinstance(state, HookUser) else state
     names = [state._names[id(p)] for p in bucket.parameters()]
     require(
         not bucket.buffer().is_sparse,
