@@ -30,9 +30,11 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_the_licence_is_an_expression_and_its_text_a_file(tmp_path):
+def test_the_licence_is_an_expression_and_its_text_and_those_of_the_compiled_libraries_are_files(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE", "CMakeLists.txt"):
         shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "native").mkdir()
+    shutil.copy(ROOT / "native/LICENSES.txt", tmp_path / "native")
     (tmp_path / "src/thinwire").mkdir(parents=True)
     shutil.copy(ROOT / "src/thinwire/__init__.py", tmp_path / "src/thinwire")
     build = "from scikit_build_core.build import prepare_metadata_for_build_wheel as build; build('metadata')"
@@ -40,7 +42,8 @@ def test_the_licence_is_an_expression_and_its_text_a_file(tmp_path):
     (folder,) = (tmp_path / "metadata").iterdir()
     metadata = HeaderParser().parsestr((folder / "METADATA").read_text(encoding="utf-8"))
     assert metadata.get_all("License-Expression") == ["Apache-2.0"] and metadata["License"] is None
-    assert metadata.get_all("License-File") == ["LICENSE"] and (folder / "licenses/LICENSE").is_file()
+    texts = metadata.get_all("License-File")
+    assert texts == ["LICENSE", "native/LICENSES.txt"] and all((folder / "licenses" / text).is_file() for text in texts)
 
 
 def test_a_missing_package_of_a_trainer_is_told_with_its_extra():
