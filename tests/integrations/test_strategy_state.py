@@ -164,3 +164,27 @@ def test_a_new_strategy_loads_what_it_has_not(strategy, tmp_path):
         warnings.simplefilter("ignore")  # PyTorch takes one worker without a process group for a mistake
         (saved,), (loaded,) = (tw.LocalWorld(1).run(worker, steps) for steps in (3, 0))
     assert repr(loaded) == repr(saved)
+
+
+@pytest.mark.parametrize("strategy", ["Gossip(Mix())", "Local(Mean(), every=1)", "Local(Mean(), every=2, delay=1)"])
+def test_saving_and_loading_the_state_of_an_optimizer_without_state_is_no_step(strategy):
+    """PyTorch steps there, at a learning rate of 0, to make the state. A round would change the model that was just loaded."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def worker(comm):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, tw.parse(strategy), comm=comm) as handle:
+            model(torch.full((1, 3), comm.rank + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.settle()
+            sent = comm.ledger.bytes_sent
+            for _ in range(comm.rank + 1):  # a worker may do it alone
+                values, state = get_state_dict(model, optimizer)
+                other = {name: value + comm.rank for name, value in values.items()}
+                set_state_dict(model, optimizer, model_state_dict=other, optim_state_dict=state)
+            assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+            assert comm.ledger.bytes_sent == sent
+
+    tw.LocalWorld(2, timeout_seconds=20).run(worker)
