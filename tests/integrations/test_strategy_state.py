@@ -8,7 +8,7 @@ import warnings
 
 import pytest
 import torch
-from helpers.sharded import SPARSE, Net, batch, sharded
+from helpers.sharded import SPARSE, Net, batch, fingerprint, sharded
 from helpers.spawn import device_mesh, spawn
 from torch import nn
 
@@ -164,3 +164,80 @@ def test_a_new_strategy_loads_what_it_has_not(strategy, tmp_path):
         warnings.simplefilter("ignore")  # PyTorch takes one worker without a process group for a mistake
         (saved,), (loaded,) = (tw.LocalWorld(1).run(worker, steps) for steps in (3, 0))
     assert repr(loaded) == repr(saved)
+
+
+@pytest.mark.parametrize("strategy", ["Gossip(Mix())", "Local(Mean(), every=1)", "Local(Mean(), every=2, delay=1)"])
+def test_saving_and_loading_the_state_of_an_optimizer_without_state_is_no_step(strategy):
+    """PyTorch steps there, at a learning rate of 0, to make the state. A round would change the model that was just loaded."""
+    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+    def worker(comm):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, tw.parse(strategy), comm=comm) as handle:
+            model(torch.full((1, 3), comm.rank + 1.0)).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            handle.settle()
+            sent = comm.ledger.bytes_sent
+            for _ in range(comm.rank + 1):  # a worker may do it alone
+                values, state = get_state_dict(model, optimizer)
+                other = {name: value + comm.rank for name, value in values.items()}
+                set_state_dict(model, optimizer, model_state_dict=other, optim_state_dict=state)
+            assert all(torch.equal(value, other[name]) for name, value in model.state_dict().items())
+            assert comm.ledger.bytes_sent == sent
+
+    tw.LocalWorld(2, timeout_seconds=20).run(worker)
+
+
+LOW_RANK = [
+    "Gradients(PowerSGD(rank=1))",  # gains on two rows of 8, and not on one
+    "Gradients(Dion(rank=1))",
+    "Gossip(PowerGossip(Ring(), rank=2), order='adapt_then_combine')",  # its directions have as many numbers as two rows
+    "Gradients(Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce', min_ndim=0))",  # one shard of a bias is empty
+]
+
+
+def low_rank_worker(comm, folder):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    from thinwire.integrations.checkpoint import StrategyState, load
+
+    torch.set_num_threads(1)
+    mesh = device_mesh(2, 2)
+
+    def steps(model, optimizer, first):
+        for step in range(first, first + 3):
+            x = torch.randn(16, 8, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model.reshard()
+        return fingerprint(model)
+
+    def attached(strategy, seed):
+        torch.manual_seed(seed)
+        model = fully_shard(nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1)), mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        return model, optimizer, tw.attach(model, optimizer, tw.parse(strategy), replicas=mesh["replicate"])
+
+    for i, strategy in enumerate(LOW_RANK):
+        model, optimizer, handle = attached(strategy, 0)
+        steps(model, optimizer, 0)
+        key = f"model {mesh['replicate'].get_local_rank()}"
+        dcp.save({key: get_model_state_dict(model), "thinwire": StrategyState(handle)}, checkpoint_id=f"{folder}/{i}")
+        expected = steps(model, optimizer, 3)
+        handle.detach()
+        model, optimizer, handle = attached(strategy, 1)
+        values = get_model_state_dict(model)
+        dcp.load({key: values}, checkpoint_id=f"{folder}/{i}")
+        model.load_state_dict(values)
+        load(handle, f"{folder}/{i}")
+        assert steps(model, optimizer, 3) == expected, strategy
+        handle.detach()
+
+
+def test_uneven_shards_go_on_with_the_same_bits_where_some_have_other_state_than_others(tmp_path):
+    spawn(4, low_rank_worker, str(tmp_path))

@@ -12,7 +12,7 @@ load    as many replicas as before: each reads its own state, with the same bits
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -55,8 +55,14 @@ class StrategyState:
         self._strategy = strategy
 
     def state_dict(self) -> dict[str, Any]:
-        """The state of this worker's replica; tensors of a parameter in its shape, of sharded ones as DTensors."""
-        shaped: dict[str, Any] = _shaped(self._strategy, self._strategy.state_dict())
+        """The state of this worker's replica; tensors of a parameter in its shape, of sharded ones as DTensors.
+
+        All workers of the replica call it.
+        """
+        parameters, state = dict(self._strategy.parameters), self._strategy.state_dict()
+        # On some shards other tensors may have a parameter's size by chance.
+        fitting = self._strategy.on_all_shards(path for path, value, p in _owned(parameters, state) if _fits(value, p))
+        shaped: dict[str, Any] = _shaped(parameters, state, fitting)
         return shaped
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
@@ -93,29 +99,60 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     state.load_state_dict(template)
 
 
-def _shaped(strategy: AveragerAttachment, state: Any, parameter: Tensor | None = None) -> Any:
-    """The state with each tensor below a parameter's name in the parameter's shape, as far as it has its size."""
-    parameters = dict(strategy.parameters)
+def _owned(
+    parameters: Mapping[str, Tensor], state: Any, path: str = "", parameter: Tensor | None = None
+) -> Iterator[tuple[str, Tensor, Tensor]]:
+    """Each tensor of a state below a parameter's name: its path, itself, and the parameter."""
+    if isinstance(state, Tensor):
+        if parameter is not None:
+            yield path, state, parameter
+        return
+    for key, value in _parts(state):
+        yield from _owned(parameters, value, f"{path}/{key}", _named(parameters, str(key), parameter))
+
+
+def _parts(state: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a dictionary or a list; none of anything else."""
+    return state.items() if isinstance(state, Mapping) else enumerate(state if isinstance(state, list) else ())
+
+
+def _fits(value: Tensor, parameter: Any) -> bool:
+    """Whether a tensor has an element for each of the parameter that this worker holds, in its order."""
+    held = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
+    in_order = value.ndim == 1 or value.shape[0] == held[:1].numel()  # flat, or a matrix of as many rows
+    return value.numel() == held.numel() and in_order
+
+
+def _shaped(
+    parameters: Mapping[str, Tensor],
+    state: Any,
+    fitting: Collection[str],
+    path: str = "",
+    parameter: Tensor | None = None,
+) -> Any:
+    """The state with each tensor whose path is `fitting` in its parameter's shape."""
+    if isinstance(state, Tensor):
+        return state if parameter is None else _as_parameter(state, parameter, path in fitting)
+    values = {
+        key: _shaped(parameters, value, fitting, f"{path}/{key}", _named(parameters, str(key), parameter))
+        for key, value in _parts(state)
+    }
     if isinstance(state, Mapping):
-        return {key: _shaped(strategy, value, _named(parameters, str(key), parameter)) for key, value in state.items()}
-    if isinstance(state, list):
-        return [_shaped(strategy, value, parameter) for value in state]
-    if isinstance(state, Tensor) and parameter is not None:
-        return _as_parameter(state, parameter)
-    return state
+        return values
+    return list(values.values()) if isinstance(state, list) else state
 
 
-def _as_parameter(value: Tensor, parameter: Any) -> Tensor | dict[str, Tensor]:
+def _as_parameter(value: Tensor, parameter: Any, fits: bool) -> Tensor | dict[str, Tensor]:
     sharded = isinstance(parameter, DTensor)
-    held = parameter.to_local().shape if sharded else parameter.shape
-    if value.numel() != held.numel():
+    if not fits:
         return {_place(parameter): value} if sharded else value
     if not sharded:
-        return value.reshape(held)
+        return value.reshape(parameter.shape)
     # Without them PyTorch takes all shards to be of equal size.
     shape, stride = parameter.shape, parameter.stride()
+    part = value.reshape(parameter.to_local().shape)
     return DTensor.from_local(
-        value.reshape(held), parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
     )
 
 

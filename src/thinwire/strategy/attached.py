@@ -18,7 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..average.base import NamedTensors
-from .model.optimizer_step import Arguments
+from .model.optimizer_step import Arguments, makes_state_only
 
 if TYPE_CHECKING:
     from .base import AveragerAttachment
@@ -93,6 +93,8 @@ def _set_hook() -> None:
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:
     """Let the strategies of the optimizer's parameters check the step, and replace its arguments; then `Shards`."""
     arguments = args, kwargs
+    if makes_state_only():
+        return arguments
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (holders.of(p) for holders in (AVERAGED, SHARDED) for p in parameters)
     # A strategy is found once for each of its parameters, and checks the step once.

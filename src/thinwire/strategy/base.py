@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -197,6 +197,10 @@ class AveragerAttachment(Attachment):
         self._advisor.epoch_begins()
         for state, _ in self._averaged():
             self.averager.set_epoch(state, epoch)
+
+    def on_all_shards(self, names: Iterable[str]) -> set[str]:
+        """Those of the names that all workers of this replica passed, which call it together."""
+        return self._shards.common(names)
 
     def settle(self) -> None:
         """Wait until nothing of this worker is in flight. Changes no parameters."""

@@ -18,7 +18,7 @@ from .model.ddp import DdpRefusal, refuse_ddp
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
 from .model.models import make_equal, trainable, trained_by, updated_by
-from .model.optimizer_step import Arguments, stepping_optimizer
+from .model.optimizer_step import Arguments, makes_state_only, stepping_optimizer
 from .model.own_gradients import OwnGradients
 from .strategy import Averaging, Runtime
 
@@ -119,7 +119,7 @@ class OwnModelAttachment(AveragerAttachment):
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
-        after_step = torch.compiler.disable(lambda *_: self._after_step())
+        after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
 
     def _trained(self) -> list[nn.Parameter]:

@@ -48,6 +48,18 @@ def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
     return optimizer
 
 
+def makes_state_only() -> bool:
+    """Whether the step under way only makes the optimizer's state: without gradients, at a learning rate of 0.
+
+    `get_optimizer_state_dict` and `set_optimizer_state_dict` of `torch.distributed.checkpoint` take it where an optimizer has
+    no state, such as plain SGD, or a worker's whose steps were all skipped so far. So workers may differ in it.
+    """
+    frame = sys._getframe()
+    while frame.f_back is not None and frame.f_code.co_name != "_init_optim_state":
+        frame = frame.f_back
+    return frame.f_code.co_name == "_init_optim_state"
+
+
 def refuse_in_backward(call: str, optimizer: torch.optim.Optimizer) -> None:
     """Raise a ValueError if a backward pass is under way: its gradients are this worker's own still."""
     require(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -186,6 +186,13 @@ class Replica:
         """What the first worker of this replica passed that did not pass None. They call it together."""
         for comm in self._connected():
             found = next((value for value in comm.gather_objects(found) if value is not None), None)
+        return found
+
+    def common(self, names: Iterable[str]) -> set[str]:
+        """The names that all workers of this replica passed. They call it together."""
+        found = set(names)
+        for comm in self._connected():
+            found.intersection_update(*comm.gather_objects(sorted(found)))
         return found
 
     def sum(self, values: Sequence[Tensor], of: Sequence[Tensor]) -> float:
