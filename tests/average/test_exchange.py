@@ -738,3 +738,23 @@ def test_an_exchange_of_an_installed_package_is_known_by_its_word(declare):
             tw.Mean(exchange=word)
     with pytest.raises(ValueError, match="must be one of auto, .*, gathered, missing, other, got 'unknown'"):
         tw.Mean(exchange="unknown")
+
+
+def test_an_exchange_that_returns_no_finish_is_an_error_and_no_hang(monkeypatch):
+    class Endless(type(EXCHANGES["all_gather"])):
+        word = "endless"
+
+        def begin(self, job):
+            return None
+
+    monkeypatch.setitem(EXCHANGES, "endless", Endless())
+
+    def worker(comm):
+        x = [("x", torch.ones(8, 8))]
+        averager = tw.Mean(tw.QSGD(bits=4), exchange="endless")
+        averager.step(averager.init(x, comm), x, comm)
+
+    with pytest.raises(
+        ValueError, match=r"rank \d: Endless.begin must return finish\(totals, dense_total\).*, got None"
+    ):
+        tw.LocalWorld(2).run(worker)
