@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import importlib.metadata
 import math
 import os
 import warnings
@@ -18,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.average.mean.exchange import EXCHANGES, Load, cheapest, scatter_reduce
+from thinwire.average.mean.exchange import EXCHANGES, Load, cheapest, scatter_reduce, words
 from thinwire.average.mean.exchange.base import pack, unpack
 from thinwire.average.mean.exchange.scatter_reduce import shard_nbytes
 from thinwire.kernels import flags
@@ -694,3 +695,66 @@ def test_ddp_replicas_stay_identical(size):
     first, *others = spawn(size, ddp_worker, averagers)
     assert all(other == first for other in others)
     assert [owned for _, owned in first] == [["0.weight", "2.weight"], [], [], []]
+
+
+@pytest.fixture
+def declare(tmp_path, monkeypatch):
+    """Declares entry points in the group of exchanges, as an installed package does, whose module has this code."""
+    (tmp_path / "pairs_exchange.py").write_text(
+        "from thinwire.average.mean.exchange.all_gather import AllGather\n"
+        "class Gathered(AllGather):\n    word = 'gathered'\n"
+        "    def num_bytes(self, size, workers_per_node, message):\n        return 0\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    make = importlib.metadata.EntryPoint
+
+    def declared(**values):
+        found = [make(name, value, words.ENTRY_POINT_GROUP) for name, value in values.items()]
+        monkeypatch.setattr(words, "_entry_points", lambda: {entry.name: entry for entry in found})
+
+    words._declared.cache_clear()
+    yield declared
+    words._declared.cache_clear()
+
+
+def test_an_exchange_of_an_installed_package_is_known_by_its_word(declare):
+    declare(gathered="pairs_exchange:Gathered", missing="pairs_exchange:Missing", other="pairs_exchange:AllGather")
+
+    def worker(comm, exchange):
+        x = torch.full((8, 8), float(comm.rank))
+        averager = tw.parse(f"Mean(QSGD(bits=4), exchange={exchange!r})")
+        state = averager.init([("x", x)], comm)
+        averager.step(state, [("x", x)], comm).wait()
+        averager.commit(state)
+        return x
+
+    world = tw.LocalWorld(2)
+    for ours, right in zip(world.run(worker, "gathered"), world.run(worker, "all_gather"), strict=True):
+        assert torch.equal(ours, right)
+    load = Load(tw.QSGD(bits=4), shapes=(torch.Size([64, 64]),), dense_numel=0, size=2)
+    assert cheapest(load).word != "gathered", "auto must not depend on what was named before"
+    for word, why in [("missing", "no attribute 'Missing'"), ("other", "with word = 'other'")]:
+        with pytest.raises(ValueError, match=f"the entry point {word} = .* cannot be used: .*{why}"):
+            tw.Mean(exchange=word)
+    with pytest.raises(ValueError, match="must be one of auto, .*, gathered, missing, other, got 'unknown'"):
+        tw.Mean(exchange="unknown")
+
+
+def test_an_exchange_that_returns_no_finish_is_an_error_and_no_hang(monkeypatch):
+    class Endless(type(EXCHANGES["all_gather"])):
+        word = "endless"
+
+        def begin(self, job):
+            return None
+
+    monkeypatch.setitem(EXCHANGES, "endless", Endless())
+
+    def worker(comm):
+        x = [("x", torch.ones(8, 8))]
+        averager = tw.Mean(tw.QSGD(bits=4), exchange="endless")
+        averager.step(averager.init(x, comm), x, comm)
+
+    with pytest.raises(
+        ValueError, match=r"rank \d: Endless.begin must return finish\(totals, dense_total\).*, got None"
+    ):
+        tw.LocalWorld(2).run(worker)

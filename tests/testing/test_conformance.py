@@ -359,6 +359,41 @@ class Tossing(Rounding):
         return super().step(state, tensors, comm, scale)
 
 
+@dataclass
+class ScaleState(State):
+    scale: float = config(default=1.0)
+    learned_at: int = shared(default=-1)
+
+
+@dataclass(frozen=True, repr=False)
+class Unsaved(tw.codec.AdaptiveCodec):
+    """Learns a ratio in every second round, and does not save it."""
+
+    def init_state(self, shapes=None):
+        return ScaleState()
+
+    def at(self, state):
+        return tw.TopK(0.5 if state.scale == 1.0 else 0.25)
+
+    def observes(self, step):
+        return False
+
+    def observe(self, state, segments, keys):
+        pass
+
+    def is_due(self, state, step):
+        return step % 2 == 1 and state.learned_at != step
+
+    def statistics(self, state, step=0, line=None):
+        return torch.zeros(1, dtype=torch.float64)
+
+    def learn(self, state, statistics):
+        return statistics[0]
+
+    def update(self, state, learned, step):
+        state.scale, state.learned_at = float(learned[0]), step
+
+
 @dataclass(frozen=True, repr=False)
 class Amnesic(Rounding):
     """Never commits what it lost."""
@@ -414,6 +449,10 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (
             lambda: check_averager(tw.Mean(tw.TopK(0.1), Misdeclared()), sizes=(2,), named=False),
             "what is shared has other bits on rank 1",
+        ),
+        (
+            lambda: check_averager(tw.Mean(Unsaved(), tw.ErrorFeedback()), sizes=(2,), named=False),
+            "a resumed run has other bits",
         ),
         (lambda: check_averager(Own(), sizes=(4,), named=False), "has other bits than rank 0"),
         (lambda: check_averager(Bare(), sizes=(2,), named=False), r"need the fields \['clock', 'progress'\]"),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..average import Averager
-from ..average.mean.exchange import EXCHANGES, Exchange
+from ..average.mean.exchange import Exchange, find_exchange
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def exchange_of(averager: Averager) -> tuple[bool, Exchange | None]:
     parts = parts_of(averager)
     # A rule needs the message of every worker, so it never sends over another exchange.
     word = "all_gather" if parts.get("rule") is not None else parts.get("exchange", "")
-    return word == "auto", EXCHANGES.get(word)
+    return word == "auto", find_exchange(word)
 
 
 def multiplies(averager: Averager) -> bool:

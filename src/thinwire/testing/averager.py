@@ -54,12 +54,14 @@ def check_averager(
         plain = world.run(_rounds, averager, None)
         assert torch.equal(torch.get_rng_state(), random_state), f"{averager} touched the global random state"
         again = world.run(_rounds, averager, None)
-        resumed = world.run(_rounds, averager, 3)
+        # In two places, because an adaptive codec may learn anew right after one of them.
+        resumed = [world.run(_rounds, averager, at) for at in (3, 4)]
         world.run(_overflowing, averager)
         assert size == 1 or all(world.run(_disagreeing, averager)), f"{averager}: init accepts tensors that differ"
         for rank in range(size):
             assert _same(plain[rank], again[rank]), f"{averager}, {size} workers: a second run has other bits"
-            assert _same(plain[rank], resumed[rank]), f"{averager}, {size} workers: a resumed run has other bits"
+            for results in resumed:
+                assert _same(plain[rank], results[rank]), f"{averager}, {size} workers: a resumed run has other bits"
         # The next size, and the first after the last, so that workers leave as well as join.
         _check_membership(averager, size, sizes[(sizes.index(size) + 1) % len(sizes)], rounding)
         if averager.traits.gives_one_mean:

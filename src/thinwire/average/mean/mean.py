@@ -39,7 +39,7 @@ from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
 from .clip import Clip, clip_gradients, clip_means
-from .exchange import EXCHANGES, Exchange, Load, cheapest
+from .exchange import Exchange, Load, cheapest, find_exchange, known_words
 from .exchange.all_gather import AllGather, check_divisor, check_rule
 from .exchange.all_reduce import AllReduce
 from .exchange.base import Job, PendingExchange, Shares, flatten, message_nbytes, pack, split_like
@@ -103,7 +103,7 @@ class Mean(Averager):
         require_kind("Mean: codec", self.codec, Codec, "a codec such as TopK(0.01)")
         require_kind("Mean: memory", self.memory, Memory, "a memory such as ErrorFeedback()", or_none=True)
         require_kind("Mean: clip", self.clip, Clip, "a clip such as ClipByNorm(1.0)", or_none=True)
-        for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *EXCHANGES))):
+        for name, allowed in (("granularity", ("layer", "bucket", "model")), ("exchange", ("auto", *known_words()))):
             require_choice(f"Mean: {name}", getattr(self, name), allowed)
         require_kind("Mean: rule", self.rule, Rule, "a rule such as Krum(faulty=1)", or_none=True)
         exchange = self._exchange
@@ -143,7 +143,7 @@ class Mean(Averager):
     @property
     def _exchange(self) -> Exchange | None:
         """The exchange of the configuration; None if "auto" chooses it."""
-        return EXCHANGES.get(self.exchange)
+        return find_exchange(self.exchange)
 
     @property
     def _may_gather(self) -> bool:
@@ -184,7 +184,7 @@ class Mean(Averager):
         return not self._must_agree(state)
 
     def sends_while_waiting(self, state: MeanState) -> bool:
-        return not EXCHANGES[state.exchange].one_step or self._must_agree(state)
+        return not _exchange_of(state).one_step or self._must_agree(state)
 
     @property
     def _follows_line(self) -> bool:
@@ -210,7 +210,7 @@ class Mean(Averager):
 
     def _must_agree(self, state: MeanState) -> bool:
         """Whether workers agree on numbers before they encode."""
-        return self.codec.traits.agreement is not None and EXCHANGES[state.exchange].adds_payloads
+        return self.codec.traits.agreement is not None and _exchange_of(state).adds_payloads
 
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> MeanState:
         check_agreement(self, tensors, comm, seed)
@@ -266,8 +266,9 @@ class Mean(Averager):
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         job, codec = self._job(state, targets, comm, scale)
         # A rule needs each worker's message, which an all-reduce would add up.
-        word = AllReduce.word if self._is_dense_round(codec) and self.rule is None else state.exchange
-        flight = PendingExchange(EXCHANGES[word].begin, job, counts=self._follows_line)
+        is_dense = self._is_dense_round(codec) and self.rule is None
+        exchange = AllReduce() if is_dense else _exchange_of(state)
+        flight = PendingExchange(exchange.begin, job, counts=self._follows_line)
         if self._follows_line:
             flight.waited = state.waited_seconds
         # Exchanges under way advance when one begins or is waited for: in the same order on all workers.
@@ -363,7 +364,7 @@ class Mean(Averager):
             state.rule.regroup(before, comm.size)
         old = state.owner_memory
         # Before the first commit owners remember nothing, so the exchange may still change.
-        remembers = EXCHANGES[state.exchange].has_owners and self.memory is not None and state.progress.step > 0
+        remembers = _exchange_of(state).has_owners and self.memory is not None and state.progress.step > 0
         if not remembers:
             state.exchange, state.workers_per_node = self._choose(tensors, comm, must_fit=False)
         state.shares = _shares(state, comm)
@@ -373,7 +374,7 @@ class Mean(Averager):
 
     def _owner_memory(self, state: MeanState, comm: Communicator) -> OwnerMemory | None:
         """Zero memory of the second encoding, if there is one."""
-        remembers = EXCHANGES[state.exchange].has_owners and self.memory is not None
+        remembers = _exchange_of(state).has_owners and self.memory is not None
         return OwnerMemory.of(state.wholes, comm.rank, comm.size, state.shares) if remembers else None
 
     def _memories(self, state: MeanState) -> list[tuple[Memory, Any]]:
@@ -422,7 +423,7 @@ class Mean(Averager):
         gradients = [g for _, g in encoded]
         if self.memory is None:
             return gradients, None
-        selects = self.granularity == "layer" and EXCHANGES[state.exchange].takes_selection
+        selects = self.granularity == "layer" and _exchange_of(state).takes_selection
         sparse = codec.traits.sparse if selects else None
         counts = None if sparse is None else sparse.topk_counts([g.numel() for g in gradients])
         x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
@@ -504,9 +505,16 @@ class LoneMessages:
         return kernels.flags.all_of([finite, kernels.all_finite([dense_total]), *written])
 
 
+def _exchange_of(state: MeanState) -> Exchange:
+    """The exchange that was chosen."""
+    exchange = find_exchange(state.exchange)
+    assert exchange is not None, state.exchange
+    return exchange
+
+
 def _shares(state: MeanState, comm: Communicator) -> Shares:
     """Which part of every tensor each worker owns, by the layout of the workers."""
-    return comm.layout.shares if comm.layout is not None and EXCHANGES[state.exchange].has_owners else ()
+    return comm.layout.shares if comm.layout is not None and _exchange_of(state).has_owners else ()
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:

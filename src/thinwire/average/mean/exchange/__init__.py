@@ -26,6 +26,6 @@ Each exchange is an object that has these formulas; `words.py` finds it by its w
 from __future__ import annotations
 
 from .contract import Exchange, Load
-from .words import EXCHANGES, cheapest
+from .words import EXCHANGES, cheapest, find_exchange, known_words
 
-__all__ = ["EXCHANGES", "Exchange", "Load", "cheapest"]
+__all__ = ["EXCHANGES", "Exchange", "Load", "cheapest", "find_exchange", "known_words"]

@@ -298,7 +298,7 @@ class PendingExchange:
         if self._stages is None:
             begun = self._begin(self.job)
             if not isinstance(begun, Generator):
-                return begun
+                return self._checked(begun)
             self._stages = begun
         elif self._pending is not None:
             with self.job.clock("wait"):
@@ -306,9 +306,18 @@ class PendingExchange:
         try:
             self._pending = self._stages.send(result)
         except StopIteration as end:
-            finish: Finish = end.value
-            return finish
+            return self._checked(end.value)
         return None
+
+    def _checked(self, finish: Finish) -> Finish:
+        """`finish`; without one, the round would advance for ever."""
+        exchange = type(getattr(self._begin, "__self__", self)).__name__
+        require(
+            callable(finish),
+            f"rank {self.job.comm.rank}: {exchange}.begin must return finish(totals, dense_total), at its end if it is a "
+            f"generator, got {finish!r}",
+        )
+        return finish
 
 
 class Subgroup:

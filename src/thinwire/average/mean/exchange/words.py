@@ -1,7 +1,19 @@
-"""All exchanges by their word, and the choice among them."""
+"""All exchanges by their word, and the choice among them.
+
+An installed package declares an exchange of its own in the entry-point group `thinwire.exchanges`, under its word:
+
+    [project.entry-points."thinwire.exchanges"]
+    star = "my_package.star:Star"
+
+The entry point is loaded when a `Mean` first names the word. "auto" never takes such an exchange.
+"""
 
 from __future__ import annotations
 
+import importlib.metadata
+from functools import cache
+
+from ....algorithm import require
 from .all_gather import AllGather
 from .all_reduce import AllReduce
 from .contract import Exchange, Load
@@ -22,6 +34,42 @@ EXCHANGES: dict[str, Exchange] = {
     )
 }
 """In this order "auto" prefers them where their prices are equal."""
+
+ENTRY_POINT_GROUP = "thinwire.exchanges"
+
+
+def find_exchange(word: str) -> Exchange | None:
+    """The exchange that a word names, in `EXCHANGES` or in an installed package; None if there is none.
+
+    Raises:
+        ValueError: the package's entry point cannot be used.
+    """
+    return EXCHANGES.get(word) or _declared(word)
+
+
+def known_words() -> list[str]:
+    """The words of all exchanges, without loading entry points."""
+    return [*EXCHANGES, *sorted(_entry_points().keys() - EXCHANGES.keys())]
+
+
+@cache
+def _declared(word: str) -> Exchange | None:
+    entry = _entry_points().get(word)
+    if entry is None:
+        return None
+    try:
+        cls = entry.load()
+        is_exchange = isinstance(cls, type) and issubclass(cls, Exchange)
+        require(is_exchange and cls.word == word, f"it must be a class derived from Exchange, with word = {word!r}")
+        made: Exchange = cls()
+    except Exception as error:
+        raise ValueError(f"the entry point {word} = {entry.value!r} cannot be used: {error}") from error
+    return made
+
+
+@cache
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
 
 
 def cheapest(load: Load) -> Exchange:

@@ -8,7 +8,9 @@ from functools import cache
 
 from torch import nn
 
+from ....algorithm import require
 from ....comm import Communicator, LocalWorld
+from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..results.trackers import check_installed
 from ..step.training import check_clipping
@@ -34,7 +36,13 @@ def _check(config: RunConfig) -> None:
     def worker(comm: Communicator) -> None:
         model = nn.Linear(4, 4)
         optimizer = replace(config.optimizer, undecayed=())  # only the real model has the names
-        strategy.attach(model, optimizer.build(model), comm=comm).detach()
+        attachment = strategy.attach(model, optimizer.build(model), comm=comm)
+        require(
+            isinstance(attachment, AveragerAttachment),
+            f"{type(strategy).__name__} attaches a {type(attachment).__name__}, and a run needs one derived from "
+            "thinwire.strategy.OwnModelAttachment or AveragerAttachment",
+        )
+        attachment.detach()
 
     try:
         LocalWorld(config.workers).run(worker)

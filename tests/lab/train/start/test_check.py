@@ -1,0 +1,43 @@
+"""What a configuration check finds before any worker starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+import thinwire as tw
+from thinwire.lab.recipes import recipes
+from thinwire.lab.train.start.check import check_without_data
+
+
+class Bare(tw.strategy.Attachment):
+    """Has what the base asks for, but not what a run needs."""
+
+    ledger, seconds = property(lambda self: None), property(lambda self: {})
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, saved):
+        pass
+
+    def detach(self):
+        pass
+
+
+@dataclass(frozen=True, repr=False)
+class BareAveraging(tw.strategy.Averaging):
+    averager: tw.average.Averager = tw.Mean()
+
+    rhythm = property(lambda self: tw.strategy.Rhythm())
+
+    def _attached(self, model, optimizer, runtime):
+        return Bare()
+
+
+def test_a_strategy_whose_attachment_no_run_can_use_is_refused(monkeypatch):
+    monkeypatch.setitem(tw.notation._registered, "BareAveraging", BareAveraging)
+    config = replace(recipes()["digits"].config, workers=2, strategy="BareAveraging()")
+    with pytest.raises(ValueError, match=r"BareAveraging attaches a Bare, .* derived from .*OwnModelAttachment"):
+        check_without_data(config)
