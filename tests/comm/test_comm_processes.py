@@ -255,6 +255,7 @@ def averages_and_ends(rank, folder):
     for _ in range(3):
         model(torch.ones(1, 1000)).sum().backward()
         optimizer.step()
+    dist.barrier()  # else a worker that is slower by a second is told, in a step, that the other has hung up
     finalize_for_a_second()
 
 

@@ -177,9 +177,10 @@ class Forming:
         if other := choice.differing.get(self._id):
             raise self._refused(self._difference(other))
         if other := choice.unreached.get(self._id):
-            relayed = f"the relay at {self.settings.get('relay')} runs, and both reach it"
-            places = f"{self.host} and {other.store.rpartition(':')[0]}"
-            cause = f"a firewall stands between {places}" if self._relay is None else relayed
+            if self._relay is None:
+                cause = f"a firewall stands between {self.host} and {other.store.rpartition(':')[0]}"
+            else:
+                cause = f"the relay at {self.settings['relay']} runs, and both reach it"
             raise LeftOut(
                 f"worker {self._number} is left out of the run: it and worker {other.number} did not reach each other in "
                 f"{TRIES} tries{self._why}; see whether {cause}, and whether this process can open sockets"
