@@ -309,15 +309,16 @@ class PendingExchange:
             return self._checked(end.value)
         return None
 
-    def _checked(self, finish: Finish) -> Finish:
+    def _checked(self, finish: Any) -> Finish:
         """`finish`; without one, the round would advance for ever."""
-        exchange = type(getattr(self._begin, "__self__", self)).__name__
-        require(
-            callable(finish),
-            f"rank {self.job.comm.rank}: {exchange}.begin must return finish(totals, dense_total), at its end if it is a "
-            f"generator, got {finish!r}",
-        )
-        return finish
+        if not callable(finish):  # in every round, so the message is built only when it is raised
+            exchange = type(getattr(self._begin, "__self__", self)).__name__
+            raise ValueError(
+                f"rank {self.job.comm.rank}: {exchange}.begin must return finish(totals, dense_total), at its end if it is a "
+                f"generator, got {finish!r}"
+            )
+        checked: Finish = finish
+        return checked
 
 
 class Subgroup:
