@@ -64,8 +64,9 @@ def test_accuracies_are_those_of_the_optimizer(capsys):
     assert re.search(r"4 bits, all_gather is [3-4]\.\d times as fast", " ".join(adam.split()))  # the fastest near dense
     assert main(["plan", *slow, "--optimizer", "muon"]) == 0
     muon = " ".join(capsys.readouterr().out.split())
-    assert re.search(r"MuLoCo, every 30 is \d+\.\d times as fast as DDP, float32", muon)
-    assert re.search(r"8 bits, scatter_reduce .{,60} loss \+0.2 % to dense", muon)  # the default under Muon
+    assert re.search(r"MuLoCo, every 30 is 3[2-4]\.\d times as fast as DDP, float32", muon)
+    # The default under Muon.
+    assert re.search(r"8 bits, scatter_reduce +\S+ +\S+ +3\.\d .{,30} loss \+0\.2 % to dense", muon)
     assert re.search(r"4 bits, all_gather .{,60} loss \+4 % to dense", muon)
     assert "SGD, not Adam" in " ".join(any_of_them.split())
     assert main(["plan", "--optimizer", "lion"]) == 2
