@@ -167,6 +167,22 @@ def test_nccl_gathers_slots_of_one_size():
     WORLDS["processes"](3, gathered_in_slots)
 
 
+def slots_are_in_use(comm) -> bool:
+    """Whether the communicator is told of the memory of all slots, so that a stream of its own may use it."""
+    comm._backends = {"cpu": "nccl"}
+    issued, issue = [], comm._issue
+    comm._issue = lambda tensors, start: issued.append((tensors, start)) or issue(tensors, start)
+    comm.all_gather(torch.arange(5.0)).wait()
+    ((tensors, start),) = issued
+    slots = start.args[1]
+    return slots.numel() == 32 * comm.size and any(t.data_ptr() == slots.data_ptr() for t in tensors)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_slots_are_kept_while_a_stream_uses_them(size):
+    assert all(WORLDS["processes"](size, slots_are_in_use))
+
+
 def one_copy_for_all_peers(comm) -> int:
     """Copies into main memory that an exchange of different tensors with all peers makes."""
     comm._direct = set()

@@ -289,7 +289,7 @@ class Communicator(Rounds, ABC):
             gathered = [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
             num_bytes = check.num_bytes(tensor)
             received = sum(map(check.num_bytes, self._others(gathered).values()))
-            start = partial(self._start_all_gather, [as_bytes(part) for part in gathered])
+            start, used = partial(self._start_all_gather, [as_bytes(part) for part in gathered]), gathered
         else:
             slots = debug.empty(self.size, slot, dtype=torch.uint8, device=tensor.device)
             gathered = [
@@ -297,10 +297,11 @@ class Communicator(Rounds, ABC):
             ]
             gathered[self.rank] = tensor
             num_bytes, received = slot, (self.size - 1) * slot
-            start = partial(self._start_slots, as_bytes(tensor), slots)
+            # All of the slots: a single worker gets no view of them, and nothing else would keep their memory.
+            start, used = partial(self._start_slots, as_bytes(tensor), slots), [tensor, slots]
         messages = self.size - 1 if num_bytes else 0
         traffic = (messages, messages * num_bytes, received)
-        return self._submit(operation, gathered, start, gathered, traffic, [tensor])
+        return self._submit(operation, used, start, gathered, traffic, [tensor])
 
     def _gather_variable(self, tensor: Tensor, sizes: list[int] | None, limit: int) -> Handle:
         """Sizes, then tensors: two messages to each worker, started as one operation to keep the order."""

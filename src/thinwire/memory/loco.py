@@ -53,7 +53,7 @@ class LoCoState(State):
         peak = error.abs().max() / 127 if error.numel() else error.new_zeros(())
         # A power of two, so that e / scale is exact, and saving and loading keep its bits.
         scale = torch.where(peak > 0, torch.exp2(torch.ceil(torch.log2(peak.clamp(min=2.0**-126)))), 0.0)
-        self.scales[name] = scale
+        self.scales[name].copy_(scale)
         self.codes[name].copy_(torch.where(scale > 0, error / scale, 0.0).round())
 
 

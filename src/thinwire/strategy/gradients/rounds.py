@@ -67,6 +67,7 @@ class GradientRounds:
         self._work = WorkStream(torch.device("cpu"))  # until the first bucket tells the device
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
+        self._kept: list[Bucket] = []  # until the training's stream waits for the work on them
         self._finishing: list[Handle] = []
         self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
         self._scale = 1.0
@@ -121,6 +122,7 @@ class GradientRounds:
                 with suppress(Exception):  # `_end_backward` has raised it, if it came to that
                     handle.wait()
             self._work.join()
+            self._kept.clear()
             self._averager.discard(self._state)
         healed = self._transaction.begin()
         if device != self._device:
@@ -134,6 +136,7 @@ class GradientRounds:
 
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
+        self._kept += held
         tensors = [pair for bucket, _, _ in held for pair in bucket]
         order = self._order
         if order is not None:
@@ -191,6 +194,7 @@ class GradientRounds:
                     self._take(task)
             finally:
                 self._work.join()
+                self._kept.clear()
         if self._comm.is_elastic:
             self._vote()
             if self._is_open:
