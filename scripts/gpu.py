@@ -181,7 +181,8 @@ def _summary(part: Part, code: int | None, printed: str) -> dict[str, Any]:
         rows = json.loads(path.read_text()) if path.exists() else []
         return {"state": state, "rows": rows, "shown": f"{len(rows)} rows" if rows else printed.strip()[-300:]}
     outcomes = re.findall(r"\b(PASSED|FAILED|ERROR|SKIPPED)\b(?=\s)", printed.partition("short test summary")[0])
-    failed = sorted(set(re.findall(r"\b(?:FAILED|ERROR) (\S+::\S+)", printed)))
+    summary = printed.partition("short test summary")[2]
+    failed = sorted(set(re.findall(r"^(?:FAILED|ERROR) (\S+::.+)$", summary, re.MULTILINE)))  # each with its reason
     collected = re.search(r"(?:collected |\[)(\d+) items?", printed)
     shown = f"{outcomes.count('PASSED')} of {collected[1] if collected else '?'} checks passed"
     if left_out := outcomes.count("SKIPPED"):
@@ -202,7 +203,7 @@ def table() -> str:
         result = json.loads(path.read_text())
         state = result["state"] + (" (dry)" if result["dry_run"] else "")
         lines.append(f"{part.name:10} {state:13} {result['seconds']:5} s  {part.title}: {result['shown']}")
-        lines += [f"{'':10} failed: {name}" for name in result.get("failed", [])]
+        lines += [f"{'':10} failed: {name[:400]}" for name in result.get("failed", [])]
         below += ["", f"{part.title}, {result['date']}", *result["rows"]] if result.get("rows") else []
         places |= {result["on"]: None}
     return "\n".join([*lines, *(f"on {place}" for place in places), *below])

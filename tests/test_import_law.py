@@ -15,7 +15,7 @@ SOURCE = Path(tw.__file__).parent
 FLOORS = {
     "algorithm": 0,
     "allocator": 0,
-    "clock": 0,
+    "clock": 1,
     "suggestion": 0,
     "messages": 0,
     "debug": 0,

@@ -11,6 +11,11 @@ from types import TracebackType
 import torch
 from torch.autograd import profiler
 
+from .streams import current_stream
+
+MOST_PENDING = 64
+"""Phases of a GPU whose events are kept before the clock looks which of them are over."""
+
 
 class Clock:
     """Adds up seconds by phase; several threads may be in a phase at once.
@@ -34,6 +39,7 @@ class Clock:
         self.device = torch.device("cpu")
         self._seconds: dict[str, float] = defaultdict(float)
         self._pending: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
+        self._idle: deque[torch.cuda.Event] = deque()  # events of phases that were added up, for later ones
         self._lock = threading.Lock()
 
     def __deepcopy__(self, memo: object) -> Clock:
@@ -54,13 +60,17 @@ class Clock:
         return _Phase(self, phase)
 
     def _event(self) -> torch.cuda.Event:
-        stream = torch.cuda.current_stream(self.device)
-        event: torch.cuda.Event = stream.record_event(torch.cuda.Event(enable_timing=True))
+        try:
+            event = self._idle.pop()
+        except IndexError:
+            event = torch.cuda.Event(enable_timing=True)
+        event.record(current_stream(self.device))
         return event
 
     def _add_first(self) -> None:
         phase, began, ended = self._pending.popleft()
         self._seconds[phase] += began.elapsed_time(ended) / 1000
+        self._idle += began, ended
 
 
 class _Phase:
@@ -90,5 +100,6 @@ class _Phase:
                 clock._seconds[self._name] += time.perf_counter() - self._start
             else:
                 clock._pending.append((self._name, self._began, clock._event()))
-                while clock._pending and clock._pending[0][2].query():  # keeps the list short
-                    clock._add_first()
+                if len(clock._pending) > MOST_PENDING:
+                    while clock._pending and clock._pending[0][2].query():
+                        clock._add_first()

@@ -75,6 +75,38 @@ def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, m
     assert (result["state"], result["shown"]) == ("not finished", "1 of 3 checks passed")
 
 
+def test_the_table_says_why_a_check_failed(script):
+    printed = """[3 items]
+[gw0] [ 33%] PASSED check.py::a
+[gw1] [ 66%] FAILED check.py::b[Mean(SignNorm(), ErrorFeedback())]
+[gw1] [100%] FAILED check.py::c
+=========================== short test summary info ============================
+FAILED check.py::b[Mean(SignNorm(), ErrorFeedback())] - AssertionError: assert 1 == 2
+FAILED check.py::c
+========================= 2 failed, 1 passed in 1.00s ==========================
+"""
+    result = script["_summary"](script["PARTS"][0], 1, printed)
+    assert (result["state"], result["shown"]) == ("failed", "1 of 3 checks passed")
+    assert result["failed"] == [
+        "check.py::b[Mean(SignNorm(), ErrorFeedback())] - AssertionError: assert 1 == 2",
+        "check.py::c",
+    ]
+
+
+def test_a_codec_that_would_take_minutes_is_left_out(monkeypatch):
+    monkeypatch.setenv("THINWIRE_FAKE_GPU", "1")
+    speed = runpy.run_path(str(ROOT / "scripts" / "gpu_speed.py"))
+    monkeypatch.setitem(
+        speed["speed"].__globals__, "seconds_to_encode", lambda codec, x: 90.0 * ("Sign" in repr(codec))
+    )
+    kept = []
+    rows = speed["speed"](lambda rows: kept.append(len(rows)))
+    assert [row for row in rows if "left out" in row] == [f"{'SignNorm()':48} left out: encoding takes about 90 s"]
+    assert kept[-1] == len(rows)
+    monkeypatch.setitem(speed["speed"].__globals__, "MOST_SECONDS", -1)
+    assert all("left out" in row for row in speed["speed"](lambda rows: None)[1:])
+
+
 def test_checks_run_side_by_side_and_what_measures_runs_alone(script, tmp_path, monkeypatch):
     order, logs = tmp_path / "order", tmp_path / "logs"
     logs.mkdir()

@@ -43,7 +43,8 @@ from thinwire.kernels.triton.histograms import TILE as COUNTED
 from thinwire.kernels.triton.ternary import TILE_WORDS
 from thinwire.kernels.triton.tiles import MAX_BUCKET
 
-TYPES = {torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64", torch.float32: "*fp32", torch.float64: "*fp64"}
+TYPES = {torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
+TYPES |= {torch.float32: "*fp32", torch.float64: "*fp64"}
 CPU = torch.device("cpu")
 NUMEL = 1 << 14  # elements of an aligned segment
 XS = [torch.zeros(NUMEL, device=CPU)]

@@ -6,6 +6,7 @@ There is no GPU here: tensors are in main memory, and streams and events only no
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -14,20 +15,26 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import thinwire as tw
-from thinwire import streams
+from thinwire import kernels, streams
 from thinwire.clock import Clock
 from thinwire.comm import process_group, side_streams
 from thinwire.comm.side_streams import SideStreams
+from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
+from thinwire.strategy.gradients.rounds import GradientRounds
 from thinwire.streams import WorkStream, wait_for
 
 
 class Event:
     def __init__(self, stream=None, log=None, enable_timing=False, blocking=False):
         self.stream, self.log, self.time, self.blocking = stream, log, 0.0, blocking
+
+    def record(self, stream):
+        stream.record_event(self)
 
     def synchronize(self):
         if self.log is not None:
@@ -125,6 +132,33 @@ def test_backward_waits_for_the_work_at_its_end_only(gpu):
     assert gpu.log[-1] == ("training", "waits for", "work")
     host = [entry for entry in gpu.log if entry[0] == "host waits"]
     assert host == [("host waits", "thinwire-finish", "messages")] * num_buckets
+
+
+def test_what_takes_the_place_of_a_frozen_gradient_is_kept_until_the_training_waits(gpu, monkeypatch):
+    """The work uses memory of the training's stream, which would else be handed out again."""
+    kept, alive, launch, join = [], [], GradientRounds.launch, WorkStream.join
+
+    def launching(rounds, tensors, *args):
+        kept.extend(StorageWeakRef(t.untyped_storage()) for name, t in tensors if name == "1.weight")
+        return launch(rounds, tensors, *args)
+
+    def joining(work):
+        join(work)
+        alive.extend(not memory.expired() for memory in kept)
+
+    monkeypatch.setattr(GradientRounds, "launch", launching)
+    monkeypatch.setattr(WorkStream, "join", joining)
+
+    def worker(comm):
+        net = model()
+        with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm, bucket_bytes=300):
+            net[1].weight.requires_grad_(False)
+            net(torch.ones(3, 20)).sum().backward()
+            return net[1].weight.grad is None
+
+    assert tw.LocalWorld(1).run(worker) == [True]
+    assert alive == [True]
+    assert kept[0].expired()
 
 
 def test_a_round_in_flight_works_beside_the_training(gpu):
@@ -240,3 +274,52 @@ def test_a_message_between_threads_is_read_after_it_was_made(gpu, monkeypatch):
     tw.LocalWorld(2).run(worker)
     assert sorted(gpu.log) == [("stream 0", "waits for", "stream 1"), ("stream 1", "waits for", "stream 0")]
     assert sorted(kept) == ["stream 0", "stream 1"]
+
+
+def test_counters_of_faults_are_zero_before_another_stream_sees_them(gpu, monkeypatch):
+    """They are made on the stream of whoever asks first, and there is one tensor, whoever else asks meanwhile."""
+    waits, asked = [], threading.Barrier(4)
+    gpu.training.synchronize = lambda: waits.append(device not in flags._COUNTERS)
+    monkeypatch.setattr(flags, "has_streams", lambda device: True)
+    monkeypatch.setattr(flags, "_COUNTERS", {})
+    device = torch.device("cpu")
+
+    def ask() -> int:
+        asked.wait()
+        return id(flags.fault_counters(device))
+
+    with ThreadPoolExecutor(4) as threads:
+        found = [threads.submit(ask) for _ in range(4)]
+        assert len({task.result() for task in found}) == 1
+    assert waits == [True]
+    counters = flags.fault_counters(device)
+    counters[0] = 1
+    with pytest.raises(ValueError, match="corrupt"):
+        flags.check_faults(device)
+    assert len(waits) == 2 and not counters.any()
+
+
+def test_one_thread_alone_loads_the_solvers(gpu, monkeypatch):
+    """PyTorch raises a RuntimeError where a second thread asks for a decomposition while the first one loads them."""
+    qr, inside, together = torch.linalg.qr, [], threading.Barrier(4)
+    loading = threading.Event()
+    monkeypatch.setattr(streams, "_loaded", set())
+
+    def slow(x):
+        if not loading.is_set():
+            inside.append(x.shape)
+            assert len(inside) == 1
+            time.sleep(0.1)
+            loading.set()
+        return qr(x)
+
+    monkeypatch.setattr(torch.linalg, "qr", slow)
+
+    def ask() -> torch.Tensor:
+        together.wait()
+        return kernels.low_rank.orthonormal(torch.ones(4, 2))
+
+    with ThreadPoolExecutor(4) as threads:
+        bases = [task.result() for task in [threads.submit(ask) for _ in range(4)]]
+    assert inside == [(1, 1)]
+    assert all(torch.allclose(basis.T @ basis, torch.eye(2), atol=1e-6) for basis in bases)

@@ -191,14 +191,11 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
         >>> copy_changed([torch.tensor([1e5])], [half])
         False
     """
-    narrow = []
-    for result, t in zip(results, tensors, strict=True):
-        # `result_buffers` may have given out the tensor itself.
-        if result.data_ptr() != t.data_ptr():
-            t.copy_(result)
-            if torch.promote_types(t.dtype, result.dtype) != t.dtype:
-                narrow.append(t)
-    return kernels.all_finite(narrow)
+    # `result_buffers` may have given out the tensor itself.
+    copied = [(t, result) for t, result in zip(tensors, results, strict=True) if result.data_ptr() != t.data_ptr()]
+    if copied:
+        torch._foreach_copy_([t for t, _ in copied], [result for _, result in copied])
+    return kernels.all_finite([t for t, result in copied if torch.promote_types(t.dtype, result.dtype) != t.dtype])
 
 
 def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:

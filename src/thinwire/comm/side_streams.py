@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from ..streams import wait_for
+from ..streams import current_stream, wait_for
 from .base import Start
 
 
@@ -37,7 +37,7 @@ class SideStreams:
         issued = self._issuer.submit(_start_after, side, ready, start)
 
         def wait() -> None:
-            torch.cuda.current_stream(device).wait_event(ready)
+            current_stream(device).wait_event(ready)
             issued.result()()
 
         return wait
@@ -54,7 +54,7 @@ class SideStreams:
 
     def _prepare(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
         """The stream, and an event that follows what is on the caller's stream now."""
-        ready = torch.cuda.current_stream(device).record_event()
+        ready = current_stream(device).record_event()
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)
         return self._streams[device], ready

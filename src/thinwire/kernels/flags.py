@@ -1,7 +1,7 @@
 """Conditions that kernels detect in their data: known at once in main memory, read once a round on other devices.
 
-A `Flag` is a `bool` where data is in main memory, and a 0-dimensional bool tensor on any other device, where the host
-would have to wait for it. Combine flags with `both`, and turn the result into a `bool` once a round, with `read`.
+A `Flag` is a `bool` where data is in main memory. On any other device, where the host would have to wait, it is `Unread`.
+Combine flags with `both`, which starts no kernel, and turn the result into a `bool` once a round, with `read`.
 
 A *fault* is data that no kernel can use, such as a payload that holds no indices. In main memory it is a ValueError at
 once. On other devices kernels count it and go on: they write nothing outside of their buffers, and what they give is
@@ -11,14 +11,24 @@ device share its counters too, so that any of them may raise.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable
 from enum import IntEnum
-from functools import cache
 
 import torch
 from torch import Tensor
 
-Flag = bool | Tensor
+from ..streams import current_stream, has_streams
+
+
+class Unread(tuple[Tensor, ...]):
+    """Conditions on a device, 0-dimensional bool tensors: whether all of them hold. Taken as a `bool`, it is read."""
+
+    def __bool__(self) -> bool:
+        return read(self)
+
+
+Flag = bool | Unread
 
 
 class Fault(IntEnum):
@@ -42,15 +52,14 @@ def both(a: Flag, b: Flag) -> Flag:
     Example:
         >>> both(True, False)
         False
-        >>> both(True, torch.tensor(True))
-        tensor(True)
+        >>> both(True, Unread([torch.tensor(True)]))
+        (tensor(True),)
     """
     if isinstance(a, bool):
-        # A `bool` decides here, without a kernel on the device.
         return b if a else False
     if isinstance(b, bool):
         return a if b else False
-    return a & b.to(a.device)
+    return Unread(a + b)
 
 
 def all_of(flags: Iterable[Flag]) -> Flag:
@@ -63,7 +72,7 @@ def all_of(flags: Iterable[Flag]) -> Flag:
 
 def flag_of(condition: Tensor) -> Flag:
     """A 0-dimensional bool tensor as a flag."""
-    return bool(condition) if in_main_memory(condition.device) else condition
+    return bool(condition) if in_main_memory(condition.device) else Unread([condition])
 
 
 def read(flag: Flag) -> bool:
@@ -75,15 +84,18 @@ def read(flag: Flag) -> bool:
         ValueError: if kernels have met a fault on this device since the last `read`.
 
     Example:
-        >>> read(torch.tensor(True))
-        True
+        >>> read(Unread([torch.tensor(True), torch.tensor(False)]))
+        False
     """
-    if isinstance(flag, bool) or flag.is_meta:
-        return flag is not False
-    counters = fault_counters(flag.device)
-    is_set, *counts = torch.cat([flag.view(1).to(torch.int32), counters]).tolist()
-    raise_counted(counters, counts)
-    return bool(is_set)
+    if isinstance(flag, bool):
+        return flag
+    if any(part.is_meta for part in flag):
+        return True
+    counters = fault_counters(flag[0].device)
+    conditions = torch.stack([part.to(counters.device) for part in flag]).to(torch.int32)
+    numbers = torch.cat([conditions, counters]).tolist()
+    raise_counted(counters, numbers[len(flag) :])
+    return all(numbers[: len(flag)])
 
 
 def check_faults(device: torch.device) -> None:
@@ -102,7 +114,8 @@ def check_faults(device: torch.device) -> None:
 def raise_counted(counters: Tensor, counts: list[int]) -> None:
     """Raise the faults in `counts`, the values of a device's counters, and reset the counters."""
     if any(counts):
-        counters.zero_()  # before the error, or the next `read` would raise the same faults again
+        counters.zero_()  # before the error, or the next `read` would raise the same faults again, on any stream
+        _finish(counters.device)
         raise ValueError("; ".join(MESSAGES[fault] for fault in Fault if counts[fault]))
 
 
@@ -132,8 +145,28 @@ def in_main_memory(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-# One tensor for each device: all kernels must add to the counters that `read` looks at.
-@cache
+_COUNTERS: dict[torch.device, Tensor] = {}
+_LOCK = threading.Lock()
+
+
 def fault_counters(device: torch.device) -> Tensor:
-    """The int32 counters of the faults of a tensor's device, for kernels to add to."""
-    return torch.zeros(len(Fault), dtype=torch.int32, device=device)
+    """The int32 counters of the faults of a tensor's device, for kernels to add to.
+
+    There is one tensor for each device, which `read` looks at. Kernels of any stream may add to it, so the host waits
+    until it is zero, once in a process.
+    """
+    counters = _COUNTERS.get(device)
+    if counters is None:
+        with _LOCK:
+            if device not in _COUNTERS:
+                made = torch.zeros(len(Fault), dtype=torch.int32, device=device)
+                _finish(device)
+                _COUNTERS[device] = made
+            counters = _COUNTERS[device]
+    return counters
+
+
+def _finish(device: torch.device) -> None:
+    """Wait for what is queued, so that other streams may use it at once."""
+    if has_streams(device):
+        current_stream(device).synchronize()

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import debug
+from ..streams import load_solvers
 from .backend import kernel
 from .checks import check_length, device_of, segments, segments_alike
 from .flags import Flag
@@ -44,6 +45,25 @@ def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], le
     vectors, outs = _vectors(checked, rows, ps, left, device)
     _products.on[device.type](checked, list(rows), vectors, left, outs)
     return outs
+
+
+def orthonormal(x: Tensor) -> Tensor:
+    """Q of x = QR, by Householder reflections: orthonormal columns, whatever the rank of x.
+
+    Args:
+        x: (..., n, r) float32.
+
+    Returns:
+        (..., n, min(n, r)).
+
+    Example:
+        >>> orthonormal(torch.tensor([[3.0], [4.0]])).abs()
+        tensor([[0.6000],
+                [0.8000]])
+    """
+    load_solvers(x.device)
+    basis: Tensor = torch.linalg.qr(x).Q
+    return basis
 
 
 def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:

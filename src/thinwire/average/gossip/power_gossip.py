@@ -227,11 +227,15 @@ class _HalfStep:
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
         p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
         finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
-        # On a GPU the flag is a tensor, and `torch.where` decides without a wait of the host.
+        # On a GPU the flag has one condition, for one tensor, and `torch.where` decides without a wait of the host.
         if finite is not True:
             shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
             drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
-            p = drawn if p is None or finite is False else torch.where(finite, p, drawn)
+            p = (
+                torch.where(finite[0], p, drawn)
+                if p is not None and isinstance(finite, kernels.flags.Unread)
+                else drawn
+            )
         assert p is not None
         return p.t().contiguous()
 
@@ -304,6 +308,4 @@ def _orthonormal(p: Tensor, signs: bool) -> Tensor:
         return rounded / (norm > 0) + norm * 0.0
     if p.shape[1] == 1:
         return p / norm
-    # Householder reflections give an orthonormal basis even if columns depend on each other.
-    basis: Tensor = torch.linalg.qr(p).Q
-    return basis / (norm > 0)
+    return kernels.low_rank.orthonormal(p) / (norm > 0)

@@ -142,7 +142,7 @@ class Dion(Averager):
         sums = all_reduce_parts([*products, *(t.float() for t in dense)], comm, clock)()
         with clock("encode"):
             # An orthonormal basis whatever the rank; the scale of a sum does not change it.
-            ps: list[Tensor] = [torch.linalg.qr(p).Q for p in sums[: len(matrices)]]
+            ps = [kernels.low_rank.orthonormal(p) for p in sums[: len(matrices)]]
             own = [p.t() @ b for p, b in zip(ps, bs, strict=True)]
         totals = all_reduce_parts(own, comm, clock)()
         with clock("decode"):

@@ -244,7 +244,7 @@ def _bases(ps: list[Tensor]) -> list[Tensor]:
         alike.setdefault(p.shape, []).append(i)
     bases = dict[int, Tensor]()
     for members in alike.values():
-        q = torch.linalg.qr(torch.stack([ps[i].t() for i in members])).Q
+        q = kernels.low_rank.orthonormal(torch.stack([ps[i].t() for i in members]))
         bases |= zip(members, q.mT.contiguous(), strict=True)
     return [bases[i] for i in range(len(ps))]
 

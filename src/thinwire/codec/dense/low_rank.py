@@ -139,8 +139,8 @@ class LowRank(Codec):
             ms, qs = ms.view(len(members), n, m), (2.0 * torch.stack(starts) - 1.0).view(len(members), rank, m)
             # The last Q is not made orthonormal: it carries the singular values.
             for turn in range(self.iterations + 1 if rank else 0):
-                qs = qs if turn == 0 else torch.linalg.qr(qs.mT).Q.mT
-                ps = torch.linalg.qr(ms @ qs.mT).Q
+                qs = qs if turn == 0 else kernels.low_rank.orthonormal(qs.mT).mT
+                ps = kernels.low_rank.orthonormal(ms @ qs.mT)
                 qs = ps.mT @ ms
             found |= zip(members, zip(ps.mT, qs, strict=True), strict=True)
         return [found[i] for i in range(len(segments))]

@@ -11,6 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...options import require_integer
 from ...schedule import Schedule
+from ...streams import load_solvers
 from ..base import Codec
 from ..traits import Traits
 from ..types import number
@@ -118,6 +119,7 @@ def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
 def _leading(wide: Tensor, rank: int) -> tuple[Tensor, Tensor]:
     """The `rank` leading left singular vectors U of a wide matrix A, the largest first, and `A' U`."""
+    load_solvers(wide.device)
     # `eigh` has the largest eigenvalues last.
     vectors = torch.linalg.eigh(wide @ wide.t()).eigenvectors[:, -rank:].flip(1)
     return vectors, wide.t() @ vectors

@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ...streams import uploaded
+from ...streams import current_stream, uploaded
 
 T = TypeVar("T")
 
@@ -67,7 +67,7 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(make)
     def get(device: torch.device, *arguments: Any) -> T:
-        stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+        stream = current_stream(device).cuda_stream if device.type == "cuda" else 0
         key = (make, device, stream, *arguments)
         # Without the lock: two threads may make the same table, and either one serves.
         result: T | None = _KEPT.get(key)

@@ -47,12 +47,12 @@ def launch_decoder(
         sources: by default, the addresses of the payloads.
     """
     device = payloads[0].device
-    # With `add` no kernel sets or reads the flag, so it need not be cleared.
-    flag = (torch.empty if add else torch.zeros)(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
+    # With `add` no kernel changes or reads the flag, so it may hold anything.
+    flag = (torch.empty if add else torch.ones)((), dtype=torch.bool, device=device)  # whether all sums are finite
     sources = table(device, pointers(payloads)) if sources is None else sources
     arguments = (sources, *tables, flag, len(outs), len(payloads), weight)
     launch_each(decoder, launches, device, *arguments, ADD=add, ALIGNED=are_aligned(*payloads), **constants)
-    return True if add else flag_of(flag[0] == 0)
+    return True if add else flag_of(flag)
 
 
 @triton.jit
@@ -75,8 +75,8 @@ def load_total(pointer, inside, ADD: tl.constexpr):
 
 @triton.jit
 def store_total(pointer, inside, total, flag, ADD: tl.constexpr):
-    """Store a sum. Set the flag if a sum of payloads is not finite: all programs set it to 1, so their order is free."""
+    """Store a sum. Clear the flag if a sum of payloads is not finite: any program may do it, so their order is free."""
     tl.store(pointer, total, mask=inside)
     if not ADD:
         largest = tl.max(tl.where(inside, magnitude(total), 0))
-        tl.store(flag, 1, mask=largest >= 0x7F800000)
+        tl.store(flag, False, mask=largest >= 0x7F800000)

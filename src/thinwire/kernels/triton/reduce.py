@@ -21,10 +21,10 @@ def all_finite(tensors: list[Tensor]) -> Flag:
     if not tensors:
         return True
     device = tensors[0].device
-    bad = torch.zeros(1, dtype=torch.int32, device=device)
+    flag = torch.ones((), dtype=torch.bool, device=device)
     # All segments share one place.
-    _find_nonfinite(tensors, bad, [0] * len(tensors), [1] * len(tensors))
-    return flag_of(bad[0] == 0)
+    _find_nonfinite(tensors, flag, [0] * len(tensors), [1] * len(tensors))
+    return flag_of(flag)
 
 
 @family._mark_nonfinite.runs_on("triton")
@@ -50,7 +50,7 @@ def _plan(
 
 @triton.jit(do_not_specialize=["num_segments"])
 def _mark(rows, out, num_segments, NAN: tl.constexpr, VECTOR: tl.constexpr, TILE: tl.constexpr):
-    """Store NaN, or 1, at a segment's place in `out` if the tile holds an infinite or NaN element.
+    """Store NaN, or False, at a segment's place in `out` if the tile holds an infinite or NaN element.
 
     All programs store the same value there, so that their order does not matter.
     """
@@ -66,4 +66,4 @@ def _mark(rows, out, num_segments, NAN: tl.constexpr, VECTOR: tl.constexpr, TILE
             if NAN:
                 tl.store(place, float("nan"))
             else:
-                tl.store(place, 1)
+                tl.store(place, False)

@@ -56,10 +56,10 @@ def total(
 ) -> Flag:
     device = indices[0].device
     torch._foreach_zero_(outs)
-    flag = torch.zeros(1, dtype=torch.int32, device=device)  # 1 where a sum is not finite
+    flag = torch.ones((), dtype=torch.bool, device=device)  # whether all sums are finite
     for index, value, count in zip(indices, values, counts, strict=True):
         _start(outs, index, value, count, weight, "total", flag)
-    return flag_of(flag[0] == 0)
+    return flag_of(flag)
 
 
 def _start(
@@ -116,4 +116,4 @@ def _scatter(rows, indices, values, faults, flag, num_segments, weight, ACTION: 
             value = tl.load(out + index, mask=inside) + value * weight
         tl.store(out + index, value, mask=inside)
         if ACTION == "total":  # a sum that is once not finite stays so
-            tl.store(flag + offset * 0, 1, mask=inside & (magnitude(value) >= 0x7F800000))
+            tl.store(flag + offset * 0, False, mask=inside & (magnitude(value) >= 0x7F800000))
