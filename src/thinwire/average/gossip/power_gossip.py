@@ -231,11 +231,7 @@ class _HalfStep:
         if finite is not True:
             shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
             drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
-            p = (
-                torch.where(finite[0], p, drawn)
-                if p is not None and isinstance(finite, kernels.flags.Unread)
-                else drawn
-            )
+            p = drawn if p is None or isinstance(finite, bool) else torch.where(finite[0], p, drawn)
         assert p is not None
         return p.t().contiguous()
 
