@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import importlib.metadata
 import math
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 from helpers.ledgers import ledger_of_round
+from helpers.one_stream import operations_of, stuck
 from helpers.spawn import spawn
 from helpers.states import leaves
 from torch import nn
@@ -229,6 +231,33 @@ def test_nothing_is_lost(exchange, size, nodes, granularity, codec):
         sent = size * sum(r[name].double() for r in everyone[0][0])
         # A few roundings a step of numbers below 2^6, on each worker.
         torch.testing.assert_close((sent.view(-1) + kept), total.view(-1), rtol=0, atol=size * num_steps * 2.0**-18)
+
+
+RICE = tw.chain(SPARSE, tw.codec.Rice())  # its payload has no fixed size
+ORDERED = [
+    (tw.Mean(suited(codec, e), tw.ErrorFeedback(), exchange=e, workers_per_node=n), w)
+    for e, w, n in [("all_gather", 3, None), ("hierarchical", 2, 2), *EXCHANGED]
+    for codec in (QUANTIZED, RICE)
+] + [(tw.Mean(), 3), (tw.PowerSGD(rank=2), 3), (tw.average.Dion(rank=2), 3)]
+
+
+@pytest.mark.parametrize(("averager", "size"), ORDERED, ids=str)
+@pytest.mark.parametrize("num_buckets", [1, 2, 3, 5])
+def test_buckets_end_where_each_worker_runs_one_operation_after_another(averager, size, num_buckets):
+    """As over NCCL: what a worker has issued first must not wait for what another one issues last."""
+
+    def rounds(comm):
+        buckets = [[(f"{b}.weight", torch.ones(9, 40)), (f"{b}.bias", torch.ones(9))] for b in range(num_buckets)]
+        state = averager.init([pair for bucket in buckets for pair in bucket], comm)
+        for _ in range(2):
+            for handle in [averager.step(state, bucket, comm) for bucket in buckets]:
+                handle.wait()
+            averager.commit(state)
+
+    issued = operations_of(size, rounds)
+    assert all(issued)
+    assert not stuck(copy.deepcopy(issued), buffered=False)
+    assert not stuck(issued, buffered=True)
 
 
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])

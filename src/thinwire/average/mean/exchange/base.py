@@ -13,7 +13,9 @@ not carry after `finish` has returned.
 Order. An exchange of one step sends before it returns `finish`. An exchange of several steps is a generator: it issues a
 collective, yields its handle, and receives the result; then it issues the next. It returns `finish` after it has issued
 the last one. `PendingExchange` drives it. A run uses one exchange only, so all workers issue the same collectives in the
-same order.
+same order. A worker that takes no part in a collective yields `Handle(nothing)` in its place: exchanges of several buckets
+advance one stage at a time, and over NCCL, which runs one operation after another, workers whose stages differ in number
+would wait for each other.
 
 Message    [dense float32][payload]
 """

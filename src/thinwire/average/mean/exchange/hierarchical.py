@@ -29,6 +29,7 @@ from torch import Tensor
 from .... import debug, kernels
 from ....algorithm import require
 from ....comm import Communicator, Handle
+from ....comm.handle import nothing
 from ....kernels import Flag
 from .base import Job, Stages, Subgroup, add_dense, flatten, gather_messages, pack, split_like
 from .contract import Exchange, Load
@@ -67,6 +68,8 @@ class HierarchicalReduce(Exchange):
                 # `result` is new memory, and `_decode` adds to the dense part.
                 *totals, dense_total = split_like(result, [*job.tensors, job.dense])
                 _decode(job, messages, totals, dense_total.zero_())
+        else:
+            yield from node.idle(1 if job.codec.traits.fixed_size else 2)
         handles = node.pass_on(messages if forward else [result])
 
         def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
@@ -139,6 +142,11 @@ class Node:
         for part in parts.values():
             total += part
         return total
+
+    def idle(self, stages: int) -> Generator[Handle, Any, None]:
+        """On a member: go through the stages in which leaders meet, without a message; see the order in `base`."""
+        for _ in range(stages):
+            yield Handle(nothing)
 
     def meet(self, message: Tensor, num_bytes: int, fixed: bool) -> Generator[Handle, Any, list[Tensor]]:
         """Exchange messages between leaders. Returns those of all nodes in order.

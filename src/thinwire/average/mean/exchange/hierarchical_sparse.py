@@ -55,7 +55,8 @@ class HierarchicalSparse(Exchange):
 
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
-        layout = layout_of(parts_of(job.codec), [t.numel() for t in job.tensors], len(node.leaders), job.merged)
+        parts = parts_of(job.codec)
+        layout = layout_of(parts, [t.numel() for t in job.tensors], len(node.leaders), job.merged)
         own = take(job)
         node_sum = yield from node.reduce(own)
         message = debug.empty(sum(_sizes(layout, job)), dtype=torch.uint8, device=own.device)
@@ -72,6 +73,8 @@ class HierarchicalSparse(Exchange):
                     store_segments(segments, tensors, job.merged)
                     torch._foreach_copy_(job.tensors, tensors)
                 _write(message, summed, delivered, layout, job)
+        else:
+            yield from node.idle(3 if parts.fixed_size else 4)
         (handle,) = node.pass_on([message])
 
         def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
