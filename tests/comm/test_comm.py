@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import resource
 import threading
+import time
 from functools import partial
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.spawn import WORLDS
 
 from thinwire.comm import CommunicationError, Ledger, LocalWorld, process_group
@@ -181,6 +183,26 @@ def slots_are_in_use(comm) -> bool:
 @pytest.mark.parametrize("size", [1, 3])
 def test_slots_are_kept_while_a_stream_uses_them(size):
     assert all(WORLDS["processes"](size, slots_are_in_use))
+
+
+def abandoned_over_nccl(comm) -> tuple[float, bool]:
+    """Seconds until an error has left the communicator, while an operation waits for ever, and whether the group is left."""
+    comm._backends = {"cpu": "nccl"}
+    destroyed, never = [], threading.Event()
+    with mock.patch.object(dist, "destroy_process_group", destroyed.append):
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError), comm:
+            comm._issuer.submit(never.wait)
+            raise ZeroDivisionError
+        seconds = time.monotonic() - began
+    never.set()
+    return seconds, not destroyed
+
+
+def test_an_error_over_nccl_waits_for_no_other_worker():
+    """To end a group of NCCL waits for the others, who may wait in an operation that this worker will never join."""
+    for seconds, is_left in WORLDS["processes"](2, abandoned_over_nccl):
+        assert seconds < 5 and is_left
 
 
 def one_copy_for_all_peers(comm) -> int:

@@ -217,6 +217,13 @@ def compute_in_the_background(rank, store):
     return background.submit(compute).wait
 
 
+def start_an_operation_that_never_starts(rank, store):
+    """As over NCCL, whose first message between two workers connects them, and waits for the other one."""
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2)
+    comm = ProcessGroupCommunicator()
+    return comm._issuer.submit(threading.Event().wait).wait
+
+
 def finalize_for_a_second():
     sys.modules["late"] = late = types.ModuleType("late")
     late.value = type("Late", (), {"__del__": lambda self, sleep=time.sleep: sleep(1)})()
@@ -238,7 +245,14 @@ def ends_while_a_thread_waits(start, rank, folder):
 
 
 @pytest.mark.parametrize(
-    "start", [wait_over_gloo, wait_in_an_elastic_round, send_a_slow_heartbeat, compute_in_the_background]
+    "start",
+    [
+        wait_over_gloo,
+        wait_in_an_elastic_round,
+        send_a_slow_heartbeat,
+        compute_in_the_background,
+        start_an_operation_that_never_starts,
+    ],
 )
 def test_a_process_ends_with_its_own_exit_code_while_a_thread_is_at_work(start, tmp_path):
     arguments = [(start, rank, str(tmp_path)) for rank in range(2)]

@@ -21,6 +21,7 @@ import thinwire as tw
 from thinwire import kernels, streams
 from thinwire.clock import Clock
 from thinwire.comm import process_group, side_streams
+from thinwire.comm.background import Background
 from thinwire.comm.side_streams import SideStreams
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
@@ -230,8 +231,9 @@ def test_a_thread_sleeps_while_it_waits_for_messages(gpu, monkeypatch):
     ended = []
     monkeypatch.setattr(side_streams, "wait_for", lambda event, device: ended.append(event))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    with ThreadPoolExecutor(1) as issuer:
-        SideStreams(issuer).issue_queued(torch.device("cuda"), [], lambda: lambda: None)()
+    issuer = Background("issuer")
+    SideStreams(issuer).issue_queued(torch.device("cuda"), [], lambda: lambda: None)()
+    issuer.close()
     assert [event.blocking for event in ended] == [True]
 
 

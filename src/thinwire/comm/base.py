@@ -224,17 +224,29 @@ class Communicator(Rounds, ABC):
             self._closed = True
         self._close()
 
+    def abandon(self) -> None:
+        """Close the communicator after an error, without waiting for other workers: what is under way may never end."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self._abandon()
+
     def __enter__(self) -> Communicator:
         return self
 
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.close() if kind is None else self.abandon()
 
     # ---- what a backend implements; a primitive starts an operation and returns a function that waits for it ----
 
     @abstractmethod
     def _close(self) -> None:
         """Called once, after the last operation was issued."""
+
+    def _abandon(self) -> None:
+        """Called once in place of `_close`, after an error."""
+        self._close()
 
     @abstractmethod
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -28,6 +27,7 @@ from torch import Tensor
 from .. import debug
 from ..streams import refuse_capture
 from .addresses import own_address
+from .background import Background
 from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
@@ -84,8 +84,7 @@ class ProcessGroupCommunicator(Communicator):
         self._group = self._groups.take()
         self._has_failed = False
         self._timeout_seconds = timeout_seconds
-        # Its thread ends with the executor, and never keeps the interpreter from leaving: starting does not block.
-        self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
+        self._issuer = Background("thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
@@ -98,9 +97,18 @@ class ProcessGroupCommunicator(Communicator):
             self.ledger = Ledger(self.size)
 
     def _close(self) -> None:
-        self._issuer.shutdown(wait=True)
+        self._issuer.close()
+        self._issuer.join()
         if dist.is_initialized():
             self._groups.give_back(self._group, self._has_failed)
+
+    def _abandon(self) -> None:
+        if "nccl" not in self._backends.values():
+            self._close()
+            return
+        # Over NCCL the thread may wait for others, and so would the end of the group, which is left to that of the process.
+        self._issuer.close()
+        self._hang_up()
 
     # ---- issuing ----
 
@@ -109,10 +117,10 @@ class ProcessGroupCommunicator(Communicator):
         refuse_capture(device)
         if device.type == "cpu":
             issued = self._issuer.submit(start)
-            return partial(self._complete, lambda: issued.result()())
+            return partial(self._complete, lambda: issued.wait()())
         if self._backends["cuda"] == "gloo":
             return partial(self._complete, self._streams.issue_copied(device, start))
-        return self._streams.issue_queued(device, tensors, start)
+        return partial(self._complete, self._streams.issue_queued(device, tensors, start))
 
     def _complete(self, wait: Callable[[], Any]) -> None:
         try:

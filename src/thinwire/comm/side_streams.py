@@ -6,12 +6,13 @@ An operation begins after the work that is on the caller's current stream at the
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from ..streams import current_stream, wait_for
+from .background import Background
 from .base import Start
 
 
@@ -22,7 +23,7 @@ class SideStreams:
         issuer: the thread that starts operations.
     """
 
-    def __init__(self, issuer: ThreadPoolExecutor):
+    def __init__(self, issuer: Background):
         self._issuer = issuer
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
@@ -34,11 +35,11 @@ class SideStreams:
             the tensors were in use for before.
         """
         side, ready = self._prepare(device)
-        issued = self._issuer.submit(_start_after, side, ready, start)
+        issued = self._issuer.submit(partial(_start_after, side, ready, start))
 
         def wait() -> None:
             current_stream(device).wait_event(ready)
-            issued.result()()
+            issued.wait()()
 
         return wait
 
@@ -49,8 +50,8 @@ class SideStreams:
             A function that makes the caller's current stream wait for the operation's end; see `streams.wait_for`.
         """
         side, ready = self._prepare(device)
-        ended = self._issuer.submit(_start_on_stream, side, ready, tensors, start)
-        return lambda: wait_for(ended.result(), device)
+        ended = self._issuer.submit(partial(_start_on_stream, side, ready, tensors, start))
+        return lambda: wait_for(ended.wait(), device)
 
     def _prepare(self, device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Event]:
         """The stream, and an event that follows what is on the caller's stream now."""

@@ -271,9 +271,9 @@ class AveragerAttachment(Attachment):
         finally:
             AVERAGED.release(self)
             self._undo.close()
-            self._shards.close()
+            self._shards.close(waits=error is None)
             if self._owns_comm and self._comm is not None:
-                self._comm.close()
+                self._comm.close() if error is None else self._comm.abandon()
 
     # ---- what a derived class defines ----
 

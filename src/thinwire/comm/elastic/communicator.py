@@ -42,9 +42,9 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -56,6 +56,7 @@ from torch import Tensor
 from ...algorithm import require
 from ...options import require_integer, require_number
 from ...streams import refuse_capture
+from ..background import Background
 from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError, nothing
@@ -174,7 +175,7 @@ class ElasticCommunicator(Communicator):
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
-        self._issuer = ThreadPoolExecutor(max_workers=1, thread_name_prefix="thinwire-comm")
+        self._issuer = Background("thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._history, self._known_place = History(), ""
         self._patience, self._check_every = Patience(timeout_seconds), check_every
@@ -466,7 +467,7 @@ class ElasticCommunicator(Communicator):
 
     def _close(self) -> None:
         # It does not wait: an operation may hang until its time limit, and the connections close below.
-        self._issuer.shutdown(wait=False, cancel_futures=True)
+        self._issuer.close()
         self._asker.close()
         self._groups.close()
         self._forming.close()
@@ -477,9 +478,10 @@ class ElasticCommunicator(Communicator):
 
     def _drain(self) -> None:
         """Wait until no operation of an earlier round is being started."""
-        with contextlib.suppress(Exception):
-            # The thread takes calls in order, so this one runs after all earlier ones.
-            self._issuer.submit(lambda: None).result(self._timeout.total_seconds())
+        # The thread takes calls in order, so this one runs after all earlier ones.
+        done = threading.Event()
+        self._issuer.submit(done.set)
+        done.wait(self._timeout.total_seconds())
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         if self.size == 1:
@@ -491,7 +493,7 @@ class ElasticCommunicator(Communicator):
         start = partial(self._begun, start)
         if device.type == "cpu":
             issued = self._issuer.submit(start)
-            return partial(self._complete, lambda: issued.result()())
+            return partial(self._complete, lambda: issued.wait()())
         if self._groups.nccl is None:
             return partial(self._complete, self._streams.issue_copied(device, start))
         return partial(self._complete, self._streams.issue_queued(device, tensors, start))

@@ -15,6 +15,7 @@ reduce-scatters so far, encoded or dense. So every step rounds with new random n
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -107,12 +108,16 @@ class ShardCompression(Attachment):
             wire.step = saved[wire.name]
 
     def detach(self) -> None:
-        """Go on with FSDP's own dense collectives. Calling it again does nothing."""
+        """Go on with FSDP's own dense collectives. Calling it again does nothing.
+
+        While an exception propagates, as in a `finally`, it waits for no other worker.
+        """
         self.is_detached = True
         SHARDED.release(self)
-        self._shards.close()
+        waits = sys.exc_info()[1] is None
+        self._shards.close(waits)
         if self._comm is not None:
-            self._comm.close()
+            self._comm.close() if waits else self._comm.abandon()
 
     # ---- steps that are not finite ----
 

@@ -162,10 +162,10 @@ class Replica:
         groups = [mesh.get_group(dim) for dim in range(mesh.ndim) if mesh.size(dim) > 1]
         return [ProcessGroupCommunicator(group, device=local(self._tensors[0][1]).device) for group in groups]
 
-    def close(self) -> None:
-        """Close the connections between the workers of this replica."""
+    def close(self, waits: bool = True) -> None:
+        """Close the connections between the workers of this replica; after an error it must not wait for the others."""
         for comm in (*self._connected(), *self._round_comms):
-            comm.close()
+            comm.close() if waits else comm.abandon()
         self._comms.clear()
         self._round_comms.clear()
 
