@@ -26,7 +26,9 @@ from thinwire.average import (
 )
 from thinwire.average.mean.exchange import EXCHANGES
 from thinwire.average.mean.exchange.all_gather import AllGather
+from thinwire.average.mean.exchange.hierarchical import HierarchicalReduce
 from thinwire.average.mean.exchange.scatter_reduce import ScatterReduce
+from thinwire.average.mean.exchange.sparse_reduce import SparseReduce
 from thinwire.average.robust.base import Combined
 from thinwire.testing import check_clip, check_communicator, check_exchange, check_rule
 from thinwire.testing.timed import TimedCommunicator
@@ -242,6 +244,20 @@ class Ownerless(ScatterReduce):
         return super().begin(replace(job, owner_memory=None))
 
 
+class Cheap(SparseReduce):
+    """Says that it sends a fifth less than it does."""
+
+    def num_bytes(self, size, workers_per_node, message):
+        return 0.8 * super().num_bytes(size, workers_per_node, message)
+
+
+class Everywhere(HierarchicalReduce):
+    """Counts messages to workers of the same node."""
+
+    def num_bytes(self, size, workers_per_node, message):
+        return (size - 1) * message
+
+
 class Picky(AllGather):
     """Takes no codec."""
 
@@ -252,8 +268,8 @@ class Picky(AllGather):
 @pytest.mark.parametrize(
     ("exchange", "message"),
     [
-        (Dear(), r"all_gather, Identity\(\), 1 workers: 0 bytes leave a node, num_bytes says 27120"),
-        (Long(), r"1 workers: steps must be 0, the messages one after the other, got 2"),
+        (Dear(), r"all_gather, Identity\(\), 1 workers: 0 bytes leave a node, `num_bytes` says 27120"),
+        (Long(), r"1 workers: 0 messages follow one another, `steps` says 2"),
         (Slow(), "sends something after `begin`, in spite of `one_step`"),
         (Late(), "sends something after `begin`, in spite of `one_step`"),
         (Reading(), ", where the caller overwrites its tensors: rank 0 has a result that is not finite"),
@@ -271,6 +287,11 @@ class Picky(AllGather):
         (Kept(), r"an object without fields, got \['last'\]"),
         (Partial(), "a rule does not get every worker's message"),
         (Ownerless(), "what is delivered and what memory keeps differ"),
+        (Cheap(), r"sparse_reduce, TopK\(ratio=0.1\), 2 workers: .* bytes leave a node, `num_bytes` says"),
+        (
+            Everywhere(),
+            r"hierarchical, Identity\(\), 4 workers, 2 a node: 27120 bytes leave a node, `num_bytes` says 81360",
+        ),
         (Picky(), "`check` refuses all of Identity"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
@@ -280,8 +301,8 @@ def test_broken_exchanges_are_found(exchange, message):
         check_exchange(
             exchange,
             codecs=[tw.codec.Identity(), tw.TopK(0.1), tw.QSGD(bits=4)],
-            sizes=[(1, 1), (2, 1), (3, 1)],
-            nodes=[],
+            sizes=[1, 2, 3],
+            nodes=[(4, 2)],
         )
 
 
