@@ -39,6 +39,7 @@ PACKAGES = {
     "Topologies": "thinwire.topology",
     "Communicators": "thinwire.comm",
     "Notation": "thinwire.notation",
+    "Testing": "thinwire.testing",
     "Training": "thinwire.lab.train",
     "Data sets": "thinwire.lab.train.data",
     "Models": "thinwire.lab.train.models",

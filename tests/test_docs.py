@@ -59,7 +59,7 @@ def test_the_code_of_the_page_runs(pages, page):
         "add-a-memory.md": "check_memory(",
         "add-a-recipe.md": "check_recipe(",
         "add-an-averager.md": "check_averager(",
-        "add-an-exchange.md": "bytes_sent",
+        "add-an-exchange.md": "check_exchange(",
         "add-a-strategy.md": "tw.attach(",
     }
     saved, *others = python_of(page)

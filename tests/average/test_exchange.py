@@ -520,6 +520,7 @@ def test_messages_may_start_at_any_address(offset):
     [
         (tw.Mean(), 8, "all_reduce"),
         (tw.Mean(tw.Cast(), tw.ErrorFeedback()), 3, "all_reduce"),
+        (tw.Mean(tw.Cast(), workers_per_node=4), 4, "all_reduce"),  # nothing leaves the node
         (tw.Mean(SPARSE, tw.ErrorFeedback()), 2, "all_gather"),
         (tw.Mean(SPARSE, tw.ErrorFeedback()), 8, "sparse_reduce"),
         (tw.Mean(SPARSE, tw.ErrorFeedback()), 4, "all_gather"),  # half the bytes, and a quarter of the coordinates

@@ -22,7 +22,10 @@ from ..base import NamedTensors
 
 
 class Clip(Algorithm, ABC):
-    """A rule that bounds a gradient; its fields are positive. With `needs_norms`, it is told the norm over all workers."""
+    """A rule that bounds the norm of a gradient, and never enlarges it; its fields are positive.
+
+    With `needs_norms`, it is told the norm over all workers.
+    """
 
     needs_norms: ClassVar[bool] = False
 

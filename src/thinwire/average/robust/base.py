@@ -4,7 +4,8 @@ A rule is a part of `Mean`, such as `Mean(QSGD(bits=4), rule=Krum(faulty=1))`. E
 combines them into one vector:
 
     rows           (k, n) float32: the messages of the k workers that take part, in rank order, all of them finite
-    combine        returns the result, n elements, and what it clipped; it does not change the rows
+    combine        returns the result, n elements, and what it clipped; it does not change the rows, and remembers nothing;
+                   one row of huge numbers leaves the result finite
 
 Who takes part. A worker whose message is not finite, or cannot be decoded, is left out of the round. One that was not
 finite, or was clipped to less than half, for `patience` rounds in a row is set aside: it is named in a warning, and left out

@@ -13,7 +13,7 @@ Steps, and the bytes that one of W workers sends, for a payload of p bytes and d
 
 Bytes that leave a node of N workers, for a message of m = p + d bytes:
 
-    all_reduce                2(W-1)/W m          a ring passes each node once
+    all_reduce                2(W-1)/W m          a ring passes each node once; 0 if there is one
     all_gather                N(W-N) m
     scatter_reduce            2N(W-N)/W m         m: W times the message of the largest shard
     sparse_reduce             2N(W-N)/W m         m: W times the largest region's message

@@ -34,7 +34,7 @@ class AllReduce(Exchange):
         return 2 * (size - 1)
 
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
-        return 2 * (size - 1) * message / size
+        return 2 * (size - 1) * message / size if size > workers_per_node else 0.0
 
     def suits(self, load: Load) -> bool:
         return load.codec.traits.summable

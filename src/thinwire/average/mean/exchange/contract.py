@@ -73,11 +73,11 @@ class Exchange(ABC):
 
     @abstractmethod
     def steps(self, size: int, workers_per_node: int) -> int:
-        """Communication steps, one after another, for W workers, N a node."""
+        """Communication steps, one after another, for W workers, N a node; 0 for one worker."""
 
     @abstractmethod
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
-        """Bytes that leave a node, for W workers, N a node, and a message of m bytes."""
+        """Bytes that leave the node that sends most, for W workers, N a node, and a message of m bytes."""
 
     def message_nbytes(self, load: Load) -> int:
         """Bytes of the message, m."""

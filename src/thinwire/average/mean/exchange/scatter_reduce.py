@@ -138,7 +138,7 @@ class ScatterReduce(Exchange):
     has_owners = True
 
     def steps(self, size: int, workers_per_node: int) -> int:
-        return 2
+        return 2 * (size > 1)
 
     def num_bytes(self, size: int, workers_per_node: int, message: float) -> float:
         return 2 * workers_per_node * (size - workers_per_node) * message / size
