@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 import threading
 import time
+from datetime import timedelta
 from functools import partial
 from unittest import mock
 
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.spawn import WORLDS
 
-from thinwire.comm import CommunicationError, Ledger, LocalWorld, process_group
+from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator, process_group
 
 SIZES = [1, 2, 3, 4]
 SUMMABLE = [
@@ -183,6 +184,20 @@ def slots_are_in_use(comm) -> bool:
 @pytest.mark.parametrize("size", [1, 3])
 def test_slots_are_kept_while_a_stream_uses_them(size):
     assert all(WORLDS["processes"](size, slots_are_in_use))
+
+
+def limits(comm) -> list[timedelta]:
+    """Of operations over a group with a limit of its own, and over the same group with another one."""
+    group = dist.new_group(range(comm.size), timeout=timedelta(seconds=77))
+    found = []
+    for seconds in (None, 5.0):
+        with ProcessGroupCommunicator(group, seconds) as ours:
+            found.append(ours._group._get_backend(torch.device("cpu")).options._timeout)
+    return found
+
+
+def test_operations_have_the_limit_of_the_group_unless_told_otherwise():
+    assert WORLDS["processes"](2, limits) == [[timedelta(seconds=77), timedelta(seconds=5)]] * 2
 
 
 def abandoned_over_nccl(comm) -> tuple[float, bool]:

@@ -51,7 +51,8 @@ class ProcessGroupCommunicator(Communicator):
         group: whose ranks to connect, or a device mesh of one dimension; None for all. It is not used itself: a new group of
             the same backend is made over the same ranks, so every worker of `group` must construct its communicators in the
             same order.
-        timeout_seconds: how long an operation may take before it fails.
+        timeout_seconds: how long an operation may take before it fails; None for as long as in `group`, whose limit
+            `init_process_group(timeout=...)` sets.
         device: of the tensors that will be sent. NCCL connects on it if it is a GPU, else on the group's
             (`init_process_group(device_id=...)`), else on the current one.
 
@@ -68,13 +69,17 @@ class ProcessGroupCommunicator(Communicator):
         >>> dist.destroy_process_group()
     """
 
-    def __init__(self, group: Group | None = None, timeout_seconds: float = 300.0, device: torch.device | None = None):
+    def __init__(
+        self, group: Group | None = None, timeout_seconds: float | None = None, device: torch.device | None = None
+    ):
         if not dist.is_initialized():
             raise ValueError("ProcessGroupCommunicator needs torch.distributed. Call dist.init_process_group() first.")
         group = dist.group.WORLD if group is None else _process_group(group)
+        assert group is not None, "torch.distributed is initialised"
         if dist.get_rank(group) < 0:
             raise ValueError(f"global rank {dist.get_rank()} is not in the group. Construct it on the group's ranks.")
         super().__init__(dist.get_rank(group), dist.get_world_size(group))
+        timeout_seconds = _limit_of(group) if timeout_seconds is None else timeout_seconds
         config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
         self._backends = dict(part.split(":") for part in config.split(","))
         self.global_ranks = dist.get_process_group_ranks(group)
@@ -88,7 +93,6 @@ class ProcessGroupCommunicator(Communicator):
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            assert group is not None
             gpu = _gpu(device, group)
             if "cpu" not in self._backends:
                 self.device = gpu
@@ -226,6 +230,15 @@ def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
         if known is not None and known.type == "cuda":
             return known
     return torch.device("cuda", torch.cuda.current_device())
+
+
+def _limit_of(group: dist.ProcessGroup) -> float:
+    """Seconds after which an operation of a group fails; 300 if a backend does not say it."""
+    limits = [getattr(group, "timeout", timedelta(seconds=300))]  # our own backend has one
+    for device in group._device_types:
+        with contextlib.suppress(RuntimeError, AttributeError):
+            limits.append(group._get_backend(device).options._timeout)
+    return limits[-1].total_seconds()
 
 
 def num_ranks(group: Group | None = None) -> int:

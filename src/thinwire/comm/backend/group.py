@@ -64,6 +64,7 @@ class ThinwireGroup(dist.ProcessGroup):
         super().__init__(rank, size)  # type: ignore[call-arg]  # a Python class gets no store; PyTorch's types lack this
         self._store, self._name, self._description = store, "", ""
         self._limit: Limit = None
+        self.timeout = timeout
         self.communicator = TcpCommunicator.from_store(
             store,
             rank,
