@@ -54,10 +54,11 @@ class AllWorkersState:
         if comm.rank:
             comm.exchange({0: payload.to(comm.device)}, {}).wait()
             return own
-        others = range(1, comm.size)
-        buffers = {rank: debug.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device) for rank in others}
-        received = comm.exchange({}, buffers).wait()
-        return own | {key: state for rank in received for key, state in _unpack(received[rank]).items()}
+        for rank in range(1, comm.size):
+            # One after the other: over NCCL they come to the GPU, which may have room for one.
+            buffer = debug.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device)
+            own |= _unpack(comm.exchange({}, {rank: buffer}).wait()[rank])
+        return own
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore this worker's part of what `state_dict` returned on rank 0.

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import psutil
@@ -360,20 +361,22 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "asked, device, others, gpus, expected",
+    "asked, device, others, expected",
     [
-        ("auto", CPU, "true", 4, "gloo"),
-        ("auto", GPU, "true", 2, "cpu:gloo,cuda:nccl"),
-        ("auto", GPU, "true", 1, "gloo"),  # two workers share it
-        ("auto", GPU, "false", 2, "gloo"),  # the other worker has none
-        ("gloo", GPU, "true", 2, "gloo"),
-        ("nccl", GPU, "true", 2, "cpu:gloo,cuda:nccl"),
-        ("nccl", GPU, "false", 2, "rank 1 has none"),
-        ("nccl", CPU, "true", 2, "rank 0 has none"),
+        ("auto", CPU, '"GPU-1"', "gloo"),
+        ("auto", GPU, '"GPU-1"', "cpu:gloo,cuda:nccl"),
+        ("auto", GPU, '"GPU-0"', "gloo"),  # two workers share it
+        ("auto", GPU, "null", "gloo"),  # the other worker has none
+        ("gloo", GPU, '"GPU-1"', "gloo"),
+        ("nccl", GPU, '"GPU-1"', "cpu:gloo,cuda:nccl"),
+        ("nccl", GPU, "null", "rank 1 has none"),
+        ("nccl", CPU, '"GPU-1"', "rank 0 has none"),
     ],
 )
-def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, others, gpus, expected, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, others, expected, monkeypatch):
+    """A launcher may show each worker its own GPU alone: it is cuda:0 to all of them, and they are several."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
     environment, store = Environment("srun", 0, 2, 0, 2, "127.0.0.1", 29500), dist.HashStore()
     store.set("thinwire/1/1", others)  # what the other worker has

@@ -352,7 +352,8 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
     if name == "tcp":
         return "gloo"  # by which workers meet
     gather = gathering(store, environment.rank, environment.size, SECONDS)
-    without = [rank for rank, has in enumerate(gather(has_own_gpu(device, environment.local_size))) if not has]
+    gpus = gather(gpu_for_nccl(device))
+    without = [rank for rank, gpu in enumerate(gpus) if gpu is None or gpus.count(gpu) > 1]
     require(
         name != "nccl" or not without,
         f"transport 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
@@ -361,8 +362,15 @@ def choose_backend(name: str, device: torch.device, environment: Environment, st
     return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
 
 
+def gpu_for_nccl(device: torch.device) -> str | None:
+    """Which GPU of all machines a worker has, if NCCL can use it; a launcher may show each worker its own alone."""
+    if device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
 def has_own_gpu(device: torch.device, local_size: int) -> bool:
-    """Whether each of the workers on this machine has a GPU of its own that NCCL can use."""
+    """Whether each of the workers on this machine has a GPU that NCCL can use, where they cannot ask each other."""
     return device.type == "cuda" and local_size <= torch.cuda.device_count() and dist.is_nccl_available()
 
 
