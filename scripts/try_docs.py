@@ -143,7 +143,11 @@ class Page:
     """
 
     def __init__(self, page: str, clone: Path):
-        self.page, self.clone, self.folder = page, clone, clone
+        self.page, self.clone, self.home = page, clone, clone
+        if 'title="pyproject.toml"' in (clone / page).read_text(encoding="utf-8"):  # a package of the reader's own
+            self.home = clone / Path(page).stem
+            self.home.mkdir(exist_ok=True)
+        self.folder = self.home
         bin = clone / ".venv" / "bin"
         self.environment = os.environ | {"PATH": f"{bin}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         self.environment |= {"VIRTUAL_ENV": str(bin.parent), "COLUMNS": "120", "GLOO_SOCKET_IFNAME": "lo"}
@@ -154,9 +158,12 @@ class Page:
     def follow(self) -> int:
         """Run all blocks; returns how many failed or differ."""
         shown = [
-            block for block in blocks(self.clone / self.page) if block.language in ("sh", "bash", "python", "text")
+            block
+            for block in blocks(self.clone / self.page)
+            if block.file or block.language in ("sh", "bash", "python", "text")
         ]
-        for command in [SHORT, *BEFORE.get(self.page, [])] if shown else []:
+        before = [SHORT] if self.home == self.clone else []
+        for command in [*before, *BEFORE.get(self.page, [])] if shown else []:
             self.shell(command, 0)
         page = (self.clone / self.page).read_text(encoding="utf-8").splitlines()
         last = 0
@@ -172,6 +179,9 @@ class Page:
                     self.command(line, block.line)
             elif block.language == "python":
                 self.python_block(block)
+            elif block.file:
+                (self.home / block.file).write_text(block.code, encoding="utf-8")
+                self.report(block.line, "saved", block.file)
             elif self.printed:
                 self.compare(block)
                 self.printed = ""
@@ -242,8 +252,8 @@ class Page:
         self.python.append(block)
         # A process of its own, as the environment is: it follows the page's Python from the beginning.
         lines = ",".join(str(known.line) for known in self.python)
-        command = [".venv/bin/python", str(Path(__file__)), "--python", self.page, lines]
-        run = subprocess.run(command, cwd=self.clone, env=self.environment, capture_output=True, text=True)
+        command = [self.clone / ".venv" / "bin" / "python", Path(__file__), "--python", self.clone / self.page, lines]
+        run = subprocess.run(command, cwd=self.home, env=self.environment, capture_output=True, text=True)
         self.printed = run.stdout
         if run.returncode:
             self.python.pop()
@@ -336,7 +346,7 @@ def dedented(code: str) -> str:
 
 
 def run_python(page: str, lines: set[int]) -> None:
-    """Run these blocks of Python of a page in this process; its files are saved in the current folder, the clone."""
+    """Run these blocks of Python of a page in this process; its files are saved in the current folder."""
     sys.path.insert(0, os.getcwd())
     following = Following(Path(page), Path.cwd())
     chosen = [
