@@ -46,6 +46,7 @@ INTEGRATION = (
     "comm/elastic/test_elastic_joining.py",
     "comm/elastic/test_elastic_relay.py",
     "comm/test_backend.py",
+    "comm/test_tcp_lines.py",
     "gpu/test_commands.py",
     "hostile/test_fixed_runs.py",
     "hostile/test_hostile_runs.py",

@@ -42,6 +42,9 @@ constexpr int kMaxStripes = 64;
 constexpr int kMaxCopies = 3;               // of a chunk that is late
 constexpr uint64_t kWindow = 128 << 20;     // bytes that a peer may leave unacknowledged: copies of them are kept
 constexpr int kMaxAsks = 1024;              // for an acknowledgement, over one connection
+constexpr double kPatience = 10;            // seconds in which nothing arrives, until a connection is given up
+constexpr double kMostIdle = 70;            // seconds without an answer, until an idle one is; longer than most queues
+constexpr double kLook = 1;                 // seconds between two looks at what arrives
 
 double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -55,6 +58,7 @@ struct Info {
     uint32_t packet = 1448;
     int64_t room = 1 << 20;  // packets that may leave now
     uint64_t unacked = 0;    // bytes that the other kernel does not have
+    int64_t delivered = -1;  // packets that it has, in any order; -1: unknown
 };
 
 Info info_of(int fd) {
@@ -74,6 +78,7 @@ Info info_of(int fd) {
         info.packet = static_cast<uint32_t>(std::max<int64_t>(at(16), 1));
         int64_t in_flight = at(24) - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
         info.room = at(80) - in_flight - unsent;
+        if (size >= 196) info.delivered = at(192);
     }
     int waiting = 0;
     if (ioctl(fd, SIOCOUTQ, &waiting) == 0) info.unacked = static_cast<uint64_t>(waiting);
@@ -141,6 +146,8 @@ struct Engine::Connection {
     size_t part = 0;           // bytes of that one that are written
     uint64_t pushed = 0, written = 0;
     uint64_t asked = 0;  // up to where it has asked for an acknowledgement
+    int64_t delivered = 0;
+    double progressed = 0;  // when packets were last delivered, or none were on their way
     // receiving
     std::vector<uint8_t> ahead = std::vector<uint8_t>(kAhead);
     size_t ahead_begin = 0, ahead_end = 0;
@@ -190,7 +197,7 @@ struct Engine::Peer {
     uint64_t early = 0;               // bytes
     double heard = 0, moved = 0;      // when the last new payload came (on a channel, anything), and left
     double next_sign = 0;             // of life
-    double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0;
+    double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0, next_watch = 0;
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
     bool is_heavy = false;                  // more than `kLight` has waited, and some of it does still
@@ -272,14 +279,12 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
     Info info = info_of(fd);
     double least = info.least_round_trip > 0 ? std::min(info.least_round_trip, info.round_trip) : info.round_trip;
     if (least > 0) peer.round_trip = std::min(peer.round_trip, least);
-    // A line that is silent is given up after a while, and connected anew: TCP itself waits twice as long each time.
-    int patience = static_cast<int>(std::max(10.0, 40 * (peer.round_trip < 1e8 ? peer.round_trip : 0)));
+    // While nothing is sent, probes find out that the line is dead, or that the peer has given up the connection.
     set(fd, SOL_SOCKET, SO_KEEPALIVE, 1);
 #ifdef __linux__
-    set(fd, IPPROTO_TCP, TCP_USER_TIMEOUT, 1000 * patience);
-    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, patience);
+    set(fd, IPPROTO_TCP, TCP_KEEPIDLE, static_cast<int>(kPatience));
     set(fd, IPPROTO_TCP, TCP_KEEPINTVL, 2);
-    set(fd, IPPROTO_TCP, TCP_KEEPCNT, 3);
+    set(fd, IPPROTO_TCP, TCP_KEEPCNT, std::max(3, static_cast<int>(std::min(timeout_ / 2, kMostIdle) - kPatience) / 2));
 #endif
 #ifdef SO_MAX_PACING_RATE
     // Any limit makes TCP spread a window over the round trip, at its own rate; a burst would overflow the line's queue.
@@ -291,7 +296,7 @@ void Engine::attach(int rank, int fd, std::shared_ptr<Session> session) {
 #ifdef TCP_NOTSENT_LOWAT
     set(fd, IPPROTO_TCP, TCP_NOTSENT_LOWAT, peer.is_long() && !c->is_steady ? kHold : kHoldNear);
 #endif
-    c->peer = &peer, c->fd = fd, c->session = std::move(session);
+    c->peer = &peer, c->fd = fd, c->session = std::move(session), c->progressed = now();
     peer.connections.push_back(std::move(c));
     ++peer.counts.connections;
     pump(peer);
@@ -595,6 +600,11 @@ double Engine::tick(double at) {
             peer.next_sign = at + timeout_ / kSigns;
             acknowledge(*peer.connections.front());
         }
+        if (at >= peer.next_watch) {
+            watch_silent(peer, at);
+            peer.next_watch = at + kLook;
+            if (died_) return 0;
+        }
         if (!peer.is_long()) continue;
         double look = std::clamp(peer.round_trip / 16, 0.002, 0.010);
         bool is_busy = peer.has_work();
@@ -612,6 +622,33 @@ double Engine::tick(double at) {
         pause = std::min(pause, look);
     }
     return pause;
+}
+
+// Gives up connections on which nothing arrives any more: TCP itself waits twice as long each time. Its TCP_USER_TIMEOUT counts
+// from the first loss, whatever has arrived since, so it would take a long queue for a dead line. A longer queue makes round
+// trips longer, and those of all connections with the peer tell.
+void Engine::watch_silent(Peer& peer, double at) {
+    std::vector<Info> infos;
+    double slowest = 0;
+    for (auto& c : peer.connections) {
+        infos.push_back(c->is_dead ? Info() : info_of(c->fd));
+        slowest = std::max(slowest, infos.back().round_trip);
+    }
+    double least = peer.round_trip < 1e8 ? peer.round_trip : 0;
+    double patience = std::max({kPatience, 40 * least, std::min(4 * slowest, timeout_ / 2)});
+    for (size_t i = 0; i < infos.size(); ++i) {
+        Connection& c = *peer.connections[i];
+        const Info& info = infos[i];
+        if (c.is_dead || info.delivered < 0) continue;
+        if (info.unacked == 0 || info.delivered != c.delivered) {
+            c.delivered = info.delivered;
+            c.progressed = at;
+        } else if (at - c.progressed > patience) {
+            linger none{1, 0};  // what waits in the kernel goes over other connections
+            setsockopt(c.fd, SOL_SOCKET, SO_LINGER, &none, sizeof none);
+            drop(c);
+        }
+    }
 }
 
 // Asks for more connections if work has waited for several round trips while the line had no queue, so was not full.

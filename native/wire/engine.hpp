@@ -84,6 +84,7 @@ class Engine {
     void end_thread();
     double tick(double now);
     std::string limit_text() const;
+    void watch_silent(Peer& peer, double now);
     void watch_stripes(Peer& peer, double now);
     void hedge(Peer& peer, double now);
     void pump(Peer& peer);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -124,6 +125,50 @@ def test_a_lighthouse_at_an_ipv6_host_is_reached_at_its_address():
     place = lighthouse.Lighthouse(1, "::1")
     client_of(place.address, None, 20.0).heartbeat("a", timeout=timedelta(seconds=20))
     place.close()
+
+
+class Name:
+    """A place where the connections that are made lead to what it stands for then, and where `move` silences those before."""
+
+    def __init__(self, port: int):
+        self._ports, self._listener = [port], socket.create_server(("127.0.0.1", 0))
+        self._ends: list[socket.socket] = []
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def move(self, port: int) -> None:
+        self._ports.append(port)
+
+    def _accept(self):
+        while True:
+            caller, called = self._listener.accept()[0], socket.create_connection(("127.0.0.1", self._ports[-1]))
+            self._ends += caller, called  # a connection that nobody held would be closed
+            for ends in ((caller, called), (called, caller)):
+                threading.Thread(target=self._pass_on, args=(*ends, len(self._ports)), daemon=True).start()
+
+    def _pass_on(self, source, target, moves):
+        with contextlib.suppress(OSError):
+            while received := source.recv(65536):
+                if len(self._ports) == moves:
+                    target.sendall(received)
+
+
+def test_a_lighthouse_that_moves_while_its_host_is_silent_is_found_again(monkeypatch):
+    """torchft's client kept its connection with the silent host for 80 seconds, and asked for a round on it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setattr(lighthouse, "HEARTBEAT_SECONDS", 1.0)
+    monkeypatch.setattr(lighthouse, "SILENT_SECONDS", 0.5)
+    before, after = (lighthouse.Lighthouse(1, "127.0.0.1") for _ in range(2))
+    name = Name(int(before.address.rpartition(":")[2]))
+    comm = ElasticCommunicator(f"http://127.0.0.1:{name.port}", min_workers=1, quorum_seconds=200.0)
+    comm.open_round(comm.form_round())
+    assert comm.close_round(True)
+    name.move(int(after.address.rpartition(":")[2]))
+    began = time.monotonic()
+    comm.open_round(comm.form_round())
+    assert comm.close_round(True) and time.monotonic() - began < 60
+    comm.close()
+    before.close(), after.close()
 
 
 def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_that_ended(monkeypatch):

@@ -18,7 +18,8 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from datetime import timedelta
 from importlib import import_module
 from types import ModuleType
@@ -46,6 +47,10 @@ BEAT_SECONDS = 0.2
 """Between two heartbeats."""
 RESTART_SECONDS = 1.0
 """After which a Lighthouse that restarts has heard of all workers."""
+SILENT_SECONDS = 6.0
+"""After which a Lighthouse that does not answer may have moved, so that its name stands for another host."""
+LOOK_SECONDS = 0.2
+"""Between two looks whether it has."""
 log = logging.getLogger("thinwire")
 
 
@@ -139,7 +144,7 @@ def client_of(address: str, credentials: Credentials | None, seconds: float) -> 
     )
     if credentials is not None:
         return QuorumClient(address, credentials, seconds)
-    client = _module("torchft.coordination").LighthouseClient(address, connect_timeout=timedelta(seconds=seconds))
+    client = TorchftClient(address, seconds)
     # torchft's client connects with it too, and would wait for a quorum in vain.
     where = urlsplit(address)
     require(
@@ -147,6 +152,66 @@ def client_of(address: str, credentials: Credentials | None, seconds: float) -> 
         f"the Lighthouse at {address} needs credentials; see thinwire keys",
     )
     return client
+
+
+class TorchftClient:
+    """torchft's client of the Lighthouse, made anew when the Lighthouse is silent, which looks up its name again.
+
+    torchft's own keeps a connection with a host that has fallen silent for 80 seconds, and lets a question wait on it for that
+    long.
+
+    Args:
+        address: of the Lighthouse, "http://host:port".
+        seconds: within which it must answer.
+
+    Raises:
+        Exception: of torchft's; it does not answer.
+    """
+
+    def __init__(self, address: str, seconds: float):
+        self._address = address
+        self._client, self._heard = self._connected(seconds), time.monotonic()
+
+    def heartbeat(self, id: str, timeout: timedelta) -> None:
+        """Say that this worker lives.
+
+        Raises:
+            Exception: of torchft's; there was no answer in time.
+        """
+        try:
+            self._client.heartbeat(id, timeout=timeout)
+            self._heard = time.monotonic()
+        except Exception:
+            if time.monotonic() - self._heard > SILENT_SECONDS:
+                self._client = self._connected(timeout.total_seconds())
+            raise
+
+    def quorum(self, **question: Any) -> Any:
+        """Ask for a round, as torchft's client does; heartbeats, in another thread, tell whether the Lighthouse lives.
+
+        Raises:
+            ConnectionError: it was silent, and the next question goes over a new connection.
+            Exception: of torchft's; there was no quorum in time, or the Lighthouse has ended.
+        """
+        client, answer = self._client, Future[Any]()
+
+        def ask() -> None:
+            try:
+                with until_exit():
+                    answer.set_result(client.quorum(**question))
+            except Exception as error:
+                answer.set_exception(error)
+
+        # Nothing ends a question to a host that is silent, so its thread is left behind.
+        threading.Thread(target=ask, name="thinwire-quorum", daemon=True).start()
+        while not wait_for([answer], LOOK_SECONDS).done:
+            if self._client is not client:
+                raise ConnectionError("it was silent, and may have moved")
+        return answer.result()
+
+    def _connected(self, seconds: float) -> Any:
+        limit = timedelta(seconds=seconds)
+        return _module("torchft.coordination").LighthouseClient(self._address, connect_timeout=limit)
 
 
 def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:

@@ -209,13 +209,12 @@ def joined(
         transport: see `comm.transport.connect`.
         timeout_seconds: how long the others may be silent.
     """
-    from ..train.start.connect import choose_interface, connecting
+    from ..train.start.connect import choose_interface, connecting, init_process_group
 
     choose_interface(None, one_node=False)
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    store, limit = store or meeting(), timedelta(seconds=timeout_seconds)
     with said_if_late(connecting(rank, timeout_seconds)):
-        dist.init_process_group(_backend(device), store=store, rank=rank, world_size=size, timeout=limit)
+        init_process_group(_backend(device), store or meeting(), rank, size, timeout_seconds)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -104,6 +106,43 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
         said = ended(agents)
     assert ["runs/two" in words for words in said].count(True) == 1  # rank 0 alone reports
     assert final(tmp_path / "runs" / "two") == undisturbed
+
+
+# Prints after how many seconds the workers of a launcher have given up Gloo, once both are there.
+CONNECTS = """
+import os, sys, time
+from thinwire.comm.store import gathering
+from thinwire.lab.bench.step import joined, meeting
+store = meeting(timeout_seconds=120.0)
+gathering(store, int(os.environ["RANK"]), 2, 120.0)(None)
+began = time.monotonic()
+try:
+    with joined(store, transport="gloo", timeout_seconds=float(sys.argv[1])):
+        raise AssertionError("it has connected")
+except RuntimeError as error:
+    print(f"gave up after {time.monotonic() - began:.1f} s: {str(error).splitlines()[0]}")
+"""
+
+
+@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, filters are not tested: {WHY_NO_LAB}")
+def test_behind_a_filter_that_drops_packets_gloo_takes_one_time_limit(capfd):
+    """It waits five limits of a group for a connection. The store is reached by another interface."""
+    limit = 6.0
+    with netlab.Lab(hosts=2, line="1gbit") as lab:
+        for host, namespace in enumerate(lab.namespaces):
+            for command in (
+                "link add hole type veth peer name nowhere",
+                "link set nowhere up",
+                "link set hole up",
+                f"address add 198.19.0.{host + 1}/24 dev hole",
+                f"neighbour add 198.19.0.{2 - host} lladdr 02:00:00:00:00:01 nud permanent dev hole",
+            ):
+                subprocess.run(["ip", "-n", namespace, *command.split()], check=True)
+        env = {"GLOO_SOCKET_IFNAME": "hole", "LOCAL_RANK": "0"}
+        assert lab.run([sys.executable, "-c", CONNECTS, str(limit)], env=env) == 0
+    said = capfd.readouterr().out
+    gave_up = [float(seconds) for seconds in re.findall(r"gave up after ([\d.]+) s: .*Connect timeout", said)]
+    assert len(gave_up) == 2 and all(limit - 1 < seconds < 3 * limit for seconds in gave_up), said
 
 
 def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_path):
@@ -272,13 +311,13 @@ def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch)
 
 
 def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkeypatch, tmp_path, caplog):
-    """Behind a firewall that drops packets it was silent for two minutes, or eight."""
+    """Behind a firewall that drops packets it was silent for two minutes, or ten."""
     caplog.set_level("INFO")
     monkeypatch.setattr(notice, "NOTICE_SECONDS", 0.05)
     monkeypatch.setattr(connect, "meeting_store", lambda *_: dist.HashStore())
 
     def fail(*arguments, **options):
-        wait_until(lambda: "for at most 600 seconds; a firewall may stand between them" in caplog.text, "the notice")
+        wait_until(lambda: "for at most 120 seconds; a firewall may stand between them" in caplog.text, "the notice")
         raise RuntimeError("timed out")
 
     monkeypatch.setattr(connect.dist, "init_process_group", fail)

@@ -39,7 +39,7 @@ log = logging.getLogger("thinwire")
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)
 ELSEWHERE = "192.0.2.1"  # no host has it (RFC 5737); the default route leads there
-GLOO_TRIES = 5  # to connect, each of which may take as long as the time limit
+GLOO_LIMITS = 5  # of a group: so long does Gloo wait for each connection
 TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each of its addresses, and between two
 
 
@@ -98,7 +98,7 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
     with blaming(presence), ExitStack() as stack:
         try:
             with said_if_late(connecting(rank, SECONDS)) if presence else nullcontext():
-                dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=RENDEZVOUS)
+                init_process_group(backend, store, rank, size, SECONDS)
             comm = stack.enter_context(connect(config.transport, timeout_seconds=config.timeout, device=device))
         except CommunicationError:
             raise
@@ -158,10 +158,28 @@ def awaited(environment: Environment, credentials: Credentials | None) -> str:
 
 def connecting(rank: int, seconds: float) -> str:
     """What a worker does once it has met the others, in words."""
-    limit = f"for at most {GLOO_TRIES * seconds:g} seconds"
+    limit = f"for at most {seconds:g} seconds"
     return (
         f"worker {rank} connects with the others, {limit}; a firewall may stand between them, which must open all ports"
     )
+
+
+def init_process_group(backend: str, store: dist.Store, rank: int, size: int, seconds: float) -> None:
+    """Make PyTorch's default process group, once all workers have come to the store.
+
+    Args:
+        backend, store, rank, size: as of `torch.distributed.init_process_group`.
+        seconds: within which the workers must come, and then connect; and how long an operation may take.
+
+    Raises:
+        CommunicationError: a worker did not come.
+        RuntimeError: the workers did not connect.
+    """
+    # Gloo waits for a worker's address for one limit, and for its connection for several.
+    gathering(store, rank, size, seconds)(None)
+    limit = timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit / GLOO_LIMITS)
+    dist.distributed_c10d._set_pg_timeout(limit)
 
 
 def _meeting_place(environment: Environment, credentials: Credentials | None) -> tuple[str, int]:

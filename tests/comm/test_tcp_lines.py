@@ -1,0 +1,53 @@
+"""Connections of our own on lines of the network lab: a long queue is no dead line."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("thinwire.comm.tcp._engine")
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+import netlab  # noqa: E402
+
+
+def _why_no_lab() -> str | None:
+    try:
+        netlab.require_privileges()
+        with netlab.Lab(1, "1gbit"):
+            return None
+    except netlab.LabError as error:
+        return str(error)
+
+
+WHY_NO_LAB = _why_no_lab()
+
+# Rank 0 sends so many bytes to rank 1. Both print whether they have lost a connection: later ones have small packets.
+SENDS = """
+import datetime, os, sys
+import torch, torch.distributed as dist
+from thinwire.comm.tcp import TcpCommunicator
+rank, size, numel = int(os.environ["RANK"]), 2, int(sys.argv[1])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], 29500, size, rank == 0, timeout=datetime.timedelta(seconds=120))
+with TcpCommunicator.from_store(store, rank, size, interface="eth0") as comm:
+    sent, received = torch.arange(numel) % 251, torch.empty(numel, dtype=torch.uint8)
+    comm.exchange({} if rank else {1: sent.to(torch.uint8)}, {0: received} if rank else {}).wait()
+    assert rank == 0 or torch.equal(received, sent.to(torch.uint8))
+    comm.barrier()
+    print("lost a connection" if comm.packet_bytes else "lost none", flush=True)
+"""
+
+
+@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, long queues are not tested: {WHY_NO_LAB}")
+def test_bytes_that_wait_in_a_long_queue_are_no_dead_line(capfd):
+    """At 64 kb/s they wait for up to 20 seconds, and so do the answers to probes of connections on which nothing is sent."""
+    with netlab.Lab(2, "1gbit", congestion="reno") as lab:
+        for port in ("port0", "port1"):
+            queue = "rate 64kbit burst 6000 limit 250000"
+            command = f"tc -n {lab.switch} qdisc replace dev {port} root handle 9: tbf {queue}"
+            subprocess.run(command.split(), check=True)
+        assert lab.run([sys.executable, "-c", SENDS, "160000"]) == 0
+    said = capfd.readouterr().out
+    assert said.count("lost none") == 2, said
