@@ -26,6 +26,7 @@ from typing import Any, TypeVar, cast
 
 from . import average, codec, memory, schedule, strategy, topology
 from .algorithm import Algorithm, require
+from .messages import error_place, error_text
 from .suggestion import suggestion
 
 ENTRY_POINT_GROUP = "thinwire.algorithms"
@@ -93,7 +94,9 @@ def _builder(name: str) -> Callable[..., Any]:
             loaded = entry.load()
             _check_algorithm(loaded)
         except Exception as error:
-            raise ValueError(f"the entry point {name} = {entry.value!r} cannot be used: {error}") from error
+            raise ValueError(
+                f"the entry point {name} = {entry.value!r} cannot be used: {error_text(error)}{error_place(error)}"
+            ) from error
         _registered[name] = loaded
     return _registered[name]
 

@@ -402,15 +402,29 @@ def test_since_a_snapshot():
 # ---- threads only ----
 
 
-def raises_on_rank_one(comm):
+def raises_on_rank_one(comm, error):
     if comm.rank == 1:
-        raise KeyError("lost")
+        raise error
     comm.all_reduce(torch.ones(1)).wait()
 
 
-def test_one_error_releases_all_threads():
-    with pytest.raises(KeyError, match="rank 1: lost"):
-        LocalWorld(4, timeout_seconds=60).run(raises_on_rank_one)
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (KeyError("lost"), "\"rank 1: KeyError: 'lost'\""),  # Python quotes what a KeyError says
+        (ZeroDivisionError("division by zero"), "rank 1: ZeroDivisionError: division by zero"),
+        (AssertionError(), "rank 1: AssertionError"),
+        (ValueError("lr must be above 0, got -1"), "rank 1: lr must be above 0, got -1"),
+        (CommunicationError("rank 1: barrier failed"), "rank 1: barrier failed"),
+        (FileNotFoundError(2, "No such file", "x.pt"), "[Errno 2] rank 1: No such file: 'x.pt'"),
+        (RuntimeError("two", 3), "('rank 1: two', 3)"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_one_error_releases_all_threads_and_keeps_its_class(error, text):
+    with pytest.raises(type(error)) as raised:
+        LocalWorld(4, timeout_seconds=60).run(raises_on_rank_one, error)
+    assert str(raised.value) == text
 
 
 def test_a_worker_that_leaves_early_is_named():

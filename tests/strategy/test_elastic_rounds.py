@@ -108,6 +108,34 @@ def test_undisturbed_elastic_rounds_are_those_of_a_fixed_number_of_workers_bit_f
     assert not torch.equal(found[0], found[1])
 
 
+def test_elastic_workers_average_the_states_that_all_have(elastic):
+    """Worker 1 makes its states in the second step."""
+
+    def train(comm, is_late):
+        model = Quadratic()
+        optimizer = torch.optim.Adafactor(model.parameters(), lr=0.05)
+        strategy = tw.Local(tw.Mean(tw.QSGD(bits=4)), every=3, state_every={"variance": 1})
+        handle = tw.attach(model, optimizer, strategy, comm=comm)
+        states = []
+        for step in range(4):
+            if comm.is_elastic:
+                handle.begin_round()
+            optimizer.zero_grad()
+            if step > 0 or not is_late:
+                model(int(is_late), step).backward()
+            optimizer.step()
+            states.append([state["variance"].tolist() for state in optimizer.state.values()])
+        handle.settle()
+        handle.detach()
+        return states
+
+    expected = run_threads(2, lambda comm: train(comm, comm.rank == 1))
+    found = elastic(lambda comm, number: train(comm, number == 1), (0, 1), 2)
+    assert [len(states) for states in found[1]] == [0, *[len(found[0][0])] * 3]
+    assert found == expected
+    assert found[0][1:] == found[1][1:]
+
+
 # ---- checkpoints on disks of their own ----
 
 

@@ -12,8 +12,8 @@ ABSENT = "(absent)"
 MAX_CHARS = 160
 
 
-def fingerprint(described: dict[str, str]) -> bytes:
-    """SHA-256 of the dictionary, 32 bytes, whatever the order of its keys."""
+def fingerprint(described: dict[str, Any]) -> bytes:
+    """SHA-256 of a dictionary of JSON values, 32 bytes, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
 
 

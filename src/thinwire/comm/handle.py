@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from ..messages import error_text
+
 SOURCE = re.compile(r"\[\S+\.(?:cc|cpp|h):\d+\] *")  # where in Gloo's source an error was found
 ADVICE = re.compile(r"\.? This is typically caused by .*GLHF! \S*")  # of Gloo, which does not know the workers
 
@@ -16,7 +18,7 @@ class CommunicationError(RuntimeError):
 
 
 def reason_of(error: Exception) -> str:
-    """What a backend says about a failure, in one line, without places in its source and its general advice.
+    """What a backend says about a failure, in one line, without places in its source and its general advice; else `error_text`.
 
     Example:
         >>> reason_of(RuntimeError("[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:534] Connection closed by peer"))
@@ -24,7 +26,8 @@ def reason_of(error: Exception) -> str:
         >>> reason_of(RuntimeError("Connection reset by peer. This is typically caused by a bug. GLHF! :)"))
         'Connection reset by peer'
     """
-    return ADVICE.sub("", " ".join(SOURCE.sub("", str(error)).split()))
+    text = str(error) if isinstance(error, (RuntimeError, OSError)) else error_text(error)
+    return ADVICE.sub("", " ".join(SOURCE.sub("", text).split()))
 
 
 def nothing() -> None:

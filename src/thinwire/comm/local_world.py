@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..messages import error_text
 from ..streams import hand_over, take_over
 from . import check
 from .base import Communicator, Start
@@ -92,10 +93,21 @@ def _work(
 
 
 def name_rank(error: BaseException, rank: int) -> BaseException:
-    """The same error, with the worker that raised it put before its message."""
-    message = str(error.args[0]) if error.args else repr(error)
-    if not message.startswith(f"rank {rank}: "):
-        error.args = (f"rank {rank}: {message}", *error.args[1:])
+    """The same error, with the worker that raised it put before its message, and its class where that says more.
+
+    Example:
+        >>> name_rank(KeyError("x"), 1)
+        KeyError("rank 1: KeyError: 'x'")
+    """
+    if error.args and str(error.args[0]).startswith(f"rank {rank}: "):
+        return error
+    if isinstance(error, OSError) and error.strerror is not None:  # its text is made of these, and has the number
+        error.strerror = f"rank {rank}: {error.strerror}"
+        error.args = (error.args[0], error.strerror, *error.args[2:])
+    elif len(error.args) > 1:
+        error.args = (f"rank {rank}: {error.args[0]}", *error.args[1:])
+    else:
+        error.args = (f"rank {rank}: {error_text(error)}",)
     return error
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..messages import error_place, error_text
 from .local_world import name_rank
 from .process_group import ProcessGroupCommunicator
 
@@ -116,7 +117,7 @@ def _work(connection: Connection, rank: int, size: int, store: str, timeout_seco
         fn, args = pickle.loads(task)
         answer = (True, fn(ProcessGroupCommunicator(timeout_seconds=timeout_seconds), *args))
     except Exception as error:
-        answer = (False, error)
+        answer = (False, _told(error, rank))
     with contextlib.suppress(BrokenPipeError):  # nobody listens any more
         connection.send_bytes(_dumps(answer))
     watcher.join()  # until the parent has all answers and ends us: no early goodbyes
@@ -126,6 +127,22 @@ def _end_with_parent(connection: Connection) -> None:
     """Its end closes when it has all answers, fails or is killed; nothing it sends would make the pipe readable before."""
     connection.poll(None)
     os._exit(0)
+
+
+def _told(error: Exception, rank: int) -> Exception:
+    """The error with its rank and, as its traceback does not reach the parent, with the line of the user's code.
+
+    An error that cannot be made again from its arguments becomes a RuntimeError with its class and text.
+    """
+    place, text = error_place(error), error_text(error)
+    error = name_rank(error, rank)
+    if len(error.args) == 1:
+        error.args = (f"{error.args[0]}{place}",)
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"rank {rank}: {text}{place}")
+    return error
 
 
 def _dumps(answer: tuple[bool, Any]) -> bytes:

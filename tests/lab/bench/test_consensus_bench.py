@@ -57,6 +57,30 @@ def test_a_process_world_returns_in_rank_order_and_names_who_failed():
         tw.comm.ProcessWorld(0)
 
 
+class TwoParts(Exception):
+    """It cannot be made again from its arguments, as unpickling does."""
+
+    def __init__(self, a, b):
+        super().__init__(f"{a} and {b}")
+
+
+def _fail(comm, error):
+    raise error("x") if error is not TwoParts else TwoParts("x", "y")
+
+
+@pytest.mark.parametrize(
+    ("error", "expected", "text"),
+    [
+        (KeyError, KeyError, "KeyError: 'x', in .*test_consensus_bench.py:[0-9]+"),
+        (ValueError, ValueError, "x, in .*test_consensus_bench.py:[0-9]+"),
+        (TwoParts, RuntimeError, "TwoParts: x and y, in .*test_consensus_bench.py:[0-9]+"),
+    ],
+)
+def test_a_process_world_says_the_class_of_an_error_and_where_it_was_raised(error, expected, text):
+    with pytest.raises(expected, match=rf"^[\"']?rank [01]: {text}[\"']?$"):
+        tw.comm.ProcessWorld(2).run(_fail, error)
+
+
 def _die(comm):
     if comm.rank == 1:
         import os

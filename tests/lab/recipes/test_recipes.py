@@ -262,3 +262,15 @@ def test_a_wrong_package_leaves_the_recipes_of_all_others(added, text, monkeypat
     finally:
         recipes.cache_clear()
     assert f"the recipes wrong:TASKS of the package wrong are left out: {text}" in caplog.text
+
+
+def test_a_package_that_raises_is_left_out_with_class_and_line(monkeypatch, caplog):
+    wrong = SimpleNamespace(value="wrong:TASKS", dist=SimpleNamespace(name="wrong"), load=lambda: {}["x"])
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: [wrong])
+    recipes.cache_clear()
+    monkeypatch.setattr(logging.getLogger("thinwire"), "propagate", True)
+    try:
+        recipes()
+    finally:
+        recipes.cache_clear()
+    assert re.search(r"are left out: KeyError: 'x', in \S*test_recipes.py:\d+; mend or uninstall it", caplog.text)

@@ -19,6 +19,7 @@ from types import MappingProxyType
 from typing import Any
 
 from ...algorithm import require
+from ...messages import error_place, error_text
 from .base import SMALL, Recipe, Task, TaskMethod
 from .check import check_recipe
 
@@ -41,7 +42,8 @@ def tasks() -> list[Task]:
         except Exception as error:
             package = "" if entry.dist is None else entry.dist.name
             log.warning(
-                f"the recipes {entry.value} of the package {package} are left out: {error}; mend or uninstall it"
+                f"the recipes {entry.value} of the package {package} are left out: {error_text(error)}{error_place(error)}; "
+                "mend or uninstall it"
             )
     return found
 

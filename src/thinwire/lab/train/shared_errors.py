@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from ...comm import Communicator
+from ...messages import error_place, error_text
 
 Result = TypeVar("Result")
 
@@ -25,7 +26,7 @@ def same_error_on_all() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise SharedError(str(error)) from error
+        raise SharedError(_text(error)) from error
 
 
 def run_on_all(comm: Communicator, do: Callable[[], Result]) -> Result:
@@ -49,9 +50,13 @@ def run_on_all(comm: Communicator, do: Callable[[], Result]) -> Result:
         results.append(do())
     except ValueError as error:
         mistake = error
-    found = comm.gather_objects(mistake and str(mistake))
+    found = comm.gather_objects(mistake and _text(mistake))
     if any(text is not None for text in found):
         rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
         # Where all say the same, no worker is to blame.
         raise SharedError(text if len(set(found)) == 1 else f"worker {rank}: {text}") from mistake
     return results[0]
+
+
+def _text(error: ValueError) -> str:
+    return f"{error_text(error)}{error_place(error)}"

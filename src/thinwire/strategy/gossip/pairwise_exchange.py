@@ -32,6 +32,7 @@ from torch import Tensor
 from ...average.gossip.pairwise import Pairwise, PairwiseState
 from ...comm import CommunicationError, Communicator, Message
 from ...comm.exit import until_exit
+from ...messages import error_text
 
 END_SECONDS = 10.0  # for the thread to end: it may be sending to a partner that does not read
 MAX_REASON_BYTES = 10_000  # of the message with the reason why a worker stops
@@ -145,7 +146,7 @@ class PairwiseExchange:
         try:
             self._serve()
         except BaseException as error:  # the training raises it
-            reason = str(error) if isinstance(error, PeerFailed) else f"rank {self._rank}: {error}"
+            reason = str(error) if isinstance(error, PeerFailed) else f"rank {self._rank}: {error_text(error)}"
             self._error = CommunicationError(f"rank {self._rank}: asynchronous averaging has stopped: {reason}")
             self._error.__cause__ = error
             self._end_flight()

@@ -76,7 +76,8 @@ class Local(Averaging[LocalUpdates]):
         pull: gamma, with `Mix` only: workers mix both changes and anchors with their neighbours', and apply
             `mixed g + gamma (anchor - mixed anchor)`, so that anchors are pulled together and never replaced (NoLoCo).
         state_every: names of states of the inner optimizer, and after how many steps they are averaged over workers, dense,
-            such as `{"exp_avg": 60, "exp_avg_sq": 120}` (DES-LOC). That costs 2 (W-1)/W 4n bytes each time.
+            such as `{"exp_avg": 60, "exp_avg_sq": 120}` (DES-LOC). That costs 2 (W-1)/W 4n bytes each time. The state of a
+            parameter that a worker has not made yet, such as after a skipped first step, stays each worker's own that time.
         quorum: `Quorum(workers=K)` makes rounds asynchronous; None waits for all workers in each. It goes with averagers that
             are `Mean` of constant codecs, and with a fixed number of workers, which may die but not join.
         on_nonfinite: what a worker does if its own gradient is infinite or NaN in an inner step: "skip" that step, "raise" an

@@ -72,9 +72,10 @@ from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed, Leases
 from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
+from .optimizer_states import OptimizerStates
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
-from .tensors import anchor_of, average_exactly, renamed, states_of
+from .tensors import anchor_of, average_exactly, renamed
 
 if TYPE_CHECKING:
     from .local import Local
@@ -159,6 +160,7 @@ class LocalUpdates(OwnModelAttachment):
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
             self._background = comm.background("thinwire-round")
+            self._optimizer_states = OptimizerStates(self._optimizer, self.parameters, comm)
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
@@ -433,7 +435,7 @@ class LocalUpdates(OwnModelAttachment):
             self._ready()  # rounds in flight use the communicator
         for key in due if self.comm.in_round else []:
             try:
-                average_exactly(states_of(self._optimizer, [p for _, p in self.parameters], key), self.comm)
+                self._optimizer_states.average(key)
             except CommunicationError:  # these states are each worker's own, so it keeps them
                 if self._elastic is None:
                     raise

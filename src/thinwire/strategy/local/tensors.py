@@ -1,4 +1,4 @@
-"""What the rounds of `Local` do with tensors: anchors, states of optimizers, exact means."""
+"""What the rounds of `Local` do with tensors: anchors, exact means, names in states of optimizers."""
 
 from __future__ import annotations
 
@@ -17,17 +17,6 @@ def anchor_of(p: Tensor) -> nn.Parameter:
     """A copy in float32 at least, so that small outer steps are not lost."""
     wide = torch.promote_types(p.dtype, torch.float32)
     return nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))
-
-
-def states_of(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], key: str) -> list[Tensor]:
-    """One state of each parameter; zeros, which nothing keeps, where a worker has not made it yet."""
-    states = [optimizer.state.get(p, {}) for p in parameters]
-    known = {name for state in states for name in state}
-    require(
-        not known or key in known,
-        f"Local: state_every names {key!r}, and the states of {type(optimizer).__name__} are {sorted(known)}",
-    )
-    return [state[key] if key in state else torch.zeros_like(p) for p, state in zip(parameters, states, strict=True)]
 
 
 def average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:

@@ -95,9 +95,9 @@ def test_what_one_worker_finds_stops_all_of_them(tmp_path):
                 raise ValueError("my disk has no data")
             return comm.rank
 
-        with pytest.raises(SharedError, match="^worker 1: my disk has no data$"):
+        with pytest.raises(SharedError, match=r"^worker 1: my disk has no data, in \S*test_loop_bad_input.py:\d+$"):
             run_on_all(comm, find)
-        with pytest.raises(SharedError, match="^nobody has$"):
+        with pytest.raises(SharedError, match=r"^nobody has, in \S*test_loop_bad_input.py:\d+$"):
             run_on_all(comm, lambda: (_ for _ in ()).throw(ValueError("nobody has")))
         return run_on_all(comm, lambda: comm.rank * 2)
 

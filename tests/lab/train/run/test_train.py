@@ -5,7 +5,10 @@ from __future__ import annotations
 import csv
 import json
 import math
-from dataclasses import replace
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from thinwire.lab.report.tables import times
 from thinwire.lab.train import RunConfig, WorkerError, train
 from thinwire.lab.train.data import Digits, Images, PlainText, Split, num_batches, shard, uneven_shard
 from thinwire.lab.train.folder.run_folder import begin, make_folder
+from thinwire.lab.train.loss import Loss
 from thinwire.lab.train.models import GPT, DigitsNet
 from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule
 from thinwire.lab.train.results.metrics_files import COLUMNS, MetricsWriter
@@ -254,10 +258,42 @@ class Broken(Digits):
         raise RuntimeError("a bug\nin two lines")
 
 
+class Mislabelled(Digits):
+    def load(self):
+        raise ValueError("labels are wrong")
+
+
+@dataclass(frozen=True)
+class BrokenLoss(Loss):
+    """Wrong in the third step."""
+
+    steps: ClassVar[list[int]] = []
+
+    def __call__(self, scores, labels):
+        self.steps.append(len(self.steps))
+        return {0: scores.sum(), 1: scores.sum()}[self.steps[-1]]  # line of KeyError: 2
+
+
+LINE = next(i for i, line in enumerate(Path(__file__).read_text().splitlines(), 1) if "# line of KeyError" in line)
+
+
 def test_a_worker_that_fails_is_named_with_its_reason(tmp_path):
-    expected = r"worker [01] failed: RuntimeError: a bug in two lines \(traceback in .*worker-[01]-error.txt\)"
+    expected = (
+        r"worker [01] failed: RuntimeError: a bug in two lines, in .*test_train.py:\d+ \(traceback in .*error.txt\)"
+    )
     with pytest.raises(WorkerError, match=expected):
         train(RunConfig("digits", data=Broken(), workers=2, output=tmp_path))
+
+
+def test_the_line_of_the_user_s_code_that_raised_is_named(tmp_path):
+    with pytest.raises(WorkerError) as error:
+        train(RunConfig("digits", loss=BrokenLoss(), workers=2, output=tmp_path))
+    assert re.fullmatch(
+        rf"worker ([01]) failed: KeyError: 2, in \S*test_train.py:{LINE} \(traceback in \S*/worker-\1-error.txt\)",
+        str(error.value),
+    )
+    with pytest.raises(ValueError, match=r"^labels are wrong, in \S*test_train.py:\d+$"):  # there is no traceback of it
+        train(RunConfig("digits", data=Mislabelled(), workers=2, output=tmp_path))
 
 
 def test_one_worker_sends_nothing(tmp_path):

@@ -14,6 +14,7 @@ import importlib.metadata
 from functools import cache
 
 from ....algorithm import require
+from ....messages import error_place, error_text
 from .all_gather import AllGather
 from .all_reduce import AllReduce
 from .contract import Exchange, Load
@@ -63,7 +64,9 @@ def _declared(word: str) -> Exchange | None:
         require(is_exchange and cls.word == word, f"it must be a class derived from Exchange, with word = {word!r}")
         made: Exchange = cls()
     except Exception as error:
-        raise ValueError(f"the entry point {word} = {entry.value!r} cannot be used: {error}") from error
+        raise ValueError(
+            f"the entry point {word} = {entry.value!r} cannot be used: {error_text(error)}{error_place(error)}"
+        ) from error
     return made
 
 

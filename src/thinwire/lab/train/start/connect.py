@@ -27,6 +27,7 @@ from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
 from ....comm.transport import connect
+from ....messages import error_place, error_text
 from ..config import RunConfig
 from ..device import choose_device
 from ..run.interrupt import Interrupted
@@ -125,7 +126,7 @@ def blaming(presence: Presence | None) -> Iterator[None]:
         except CommunicationError as error:
             raise presence.explained(error) from error
         except Exception as error:
-            presence.report(" ".join(f"{type(error).__name__}: {error}".split())[:500])
+            presence.report(" ".join(f"{error_text(error)}{error_place(error)}".split())[:500])
             raise
 
 

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
 from ....comm.store import Store, connected_store
-from ....messages import install_for_warnings
+from ....messages import error_place, error_text, install_for_warnings
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
@@ -127,17 +127,17 @@ def failure(number: int, error: Exception) -> str:
 
 
 def in_one_line(error: Exception) -> str:
-    """An error as one line. A ValueError keeps its text, an OSError gets the name of its number, others get their type.
+    """An error as one line, with the line of the user's code that raised it. An OSError gets the name of its number.
 
     Example:
         >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
         "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     """
-    text = " ".join(str(error).split())
+    place = error_place(error)
     if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
         name = errno.errorcode.get(error.errno)
         if name is not None:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "; free some space, and go on with --resume" * is_full
-            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{remedy}"
-    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"
+            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{place}{remedy}"
+    return " ".join(error_text(error).split()) + place
