@@ -129,20 +129,20 @@ def _end_with_parent(connection: Connection) -> None:
     os._exit(0)
 
 
-def _told(error: Exception, rank: int) -> Exception:
+def _told(error: Exception, rank: int) -> BaseException:
     """The error with its rank and, as its traceback does not reach the parent, with the line of the user's code.
 
     An error that cannot be made again from its arguments becomes a RuntimeError with its class and text.
     """
     place, text = error_place(error), error_text(error)
-    error = name_rank(error, rank)
-    if len(error.args) == 1:
-        error.args = (f"{error.args[0]}{place}",)
+    named = name_rank(error, rank)
+    if len(named.args) == 1:
+        named.args = (f"{named.args[0]}{place}",)
     try:
-        pickle.loads(pickle.dumps(error))
+        pickle.loads(pickle.dumps(named))
     except Exception:
         return RuntimeError(f"rank {rank}: {text}{place}")
-    return error
+    return named
 
 
 def _dumps(answer: tuple[bool, Any]) -> bytes:
