@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from weakref import finalize
 
 EXIT_SECONDS = 2.0  # for threads to end what they do
+LET_GO_SECONDS = 0.05  # and then to let go of it: the destructor of PyTorch's works, too, comes back to Python
 
 _at_work: dict[int, Callable[[], object]] = {}  # by thread: what ends its wait
 _afterwards: list[Callable[[], object]] = []
@@ -64,7 +65,7 @@ def _end_work() -> None:
     _is_ending = True
     for interrupt in list(_at_work.values()):
         interrupt()
-    now = time.monotonic()
+    now, were_at_work = time.monotonic(), bool(_at_work)
     half, end = now + EXIT_SECONDS / 2, now + EXIT_SECONDS
     while _at_work and time.monotonic() < end:
         time.sleep(0.001)
@@ -72,6 +73,8 @@ def _end_work() -> None:
             half = end
             for thread in list(_at_work):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
+    if were_at_work:
+        time.sleep(LET_GO_SECONDS)
     for call in _afterwards:
         call()
 
