@@ -225,19 +225,18 @@ class Communicator(Rounds, ABC):
 
     def close(self) -> None:
         """Close the communicator; wait for all operations before. Calling it again does nothing."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self._close()
+        self._end(self._close)
 
     def abandon(self) -> None:
         """Close the communicator after an error, without waiting for other workers: what is under way may never end."""
+        self._end(self._abandon)
+
+    def _end(self, end: Callable[[], None]) -> None:
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-        self._abandon()
+        end()
 
     def __enter__(self) -> Communicator:
         return self
