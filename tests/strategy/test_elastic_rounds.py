@@ -422,3 +422,19 @@ def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_att
             tw.compress_gradients(ddp, comm=comm)
 
     elastic(worker, (0,), 1)
+
+
+def test_an_elastic_communicator_carries_one_strategy_at_a_time(elastic):
+    def worker(comm, number):
+        models = [nn.Linear(2, 2), nn.Linear(2, 2)]
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+        first = tw.attach(models[0], optimizers[0], "Local(Mean(), 2)", comm=comm)
+        with pytest.raises(
+            ValueError, match=r"Gossip: Local\(Mean\(\), every=2\) averages over this elastic communicator, "
+        ):
+            tw.attach(models[1], optimizers[1], "Gossip(Mean())", comm=comm)
+        first.detach()
+        tw.attach(models[1], optimizers[1], "Gossip(Mean())", comm=comm).detach()
+        assert not comm._healing.shared  # what a joiner would get
+
+    elastic(worker, (0,), 1)

@@ -374,6 +374,35 @@ def test_a_step_that_the_scaler_skips_counts():
     assert torch.isfinite(a).all()
 
 
+def two_with_one_scaler(comm):
+    """Updates after each of two optimizers, as in a GAN. The first model is detached early."""
+    models = [Quadratic(), Quadratic()]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    handles = [
+        tw.local_updates(model, optimizer, tw.Mean(), 3, comm=comm, scaler=scaler)
+        for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    for step in range(9):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            loss = sum(0.5 * (p - comm.rank).square().sum() for p in model.layers)
+            optimizer.zero_grad()
+            scaler.scale(loss * (float("inf") if comm.rank == 1 and step % 3 == 1 else 1.0)).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        if step == 5:
+            handles[0].detach()
+    steps = [handle.state_dict()[f"rank{comm.rank}"]["num_steps"] for handle in handles]
+    handles[1].detach()
+    return steps, "step" in vars(scaler), vector(models[1])
+
+
+def test_one_scaler_steps_several_models():
+    (steps, is_changed, a), (others, _, b) = run_threads(2, two_with_one_scaler)
+    assert steps == others == [6, 9] and not is_changed
+    assert torch.equal(a, b)
+
+
 def test_the_ledger_has_peak_and_mean():
     def counted(comm, fragments):
         ledger = train(comm, tw.Mean(), 12, every=6, fragments=fragments)[1].ledger

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -32,12 +33,46 @@ AVERAGERS = [
 ]
 
 
-def make_model(comm):
-    model = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
+def make_model(comm, width=128):
+    model = nn.Sequential(nn.Linear(32, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     generator = torch.Generator().manual_seed(comm.rank)  # the global one is shared by workers that are threads
     for p in model.parameters():
         nn.init.normal_(p, std=0.05, generator=generator)
     return model
+
+
+OVERLAPPING = {
+    "local": tw.Local(tw.Mean(), every=2, delay=1),
+    "gossip": tw.Gossip(tw.PowerGossip(tw.Ring(), iterations=2), overlap=True),
+    "gradients": tw.Gradients(tw.Mean()),
+}
+
+
+def train_models(comm, parts):
+    """Models of some widths, each with its strategy over one communicator; rounds of one fly while another's begin."""
+    random.seed(comm.rank)
+    models = [make_model(comm, width) for _, width in parts]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.01) for model in models]
+    with contextlib.ExitStack() as stack:
+        for (name, _), model, optimizer in zip(parts, models, optimizers, strict=True):
+            stack.enter_context(OVERLAPPING[name].attach(model, optimizer, comm=comm))
+        for _ in range(60):
+            for model, optimizer in zip(models, optimizers, strict=True):
+                optimizer.zero_grad()
+                model(torch.ones(4, 32)).square().mean().backward()
+                optimizer.step()
+                time.sleep(0.003 * random.random())
+    return [torch.cat([p.detach().reshape(-1) for p in model.parameters()]) for model in models]
+
+
+@pytest.mark.parametrize("names", [("local", "local"), ("local", "gossip"), ("local", "gradients")], ids=" and ".join)
+def test_strategies_may_share_a_communicator(names):
+    """Each trains its model as alone."""
+    parts = list(zip(names, (128, 64), strict=True))
+    alone = [spawn(2, train_models, [part]) for part in parts]
+    for rank, together in enumerate(spawn(2, train_models, parts)):
+        for mine, expected in zip(together, alone, strict=True):
+            assert torch.equal(mine, expected[rank][0])
 
 
 def train(comm, averager, num_steps, sleep_seconds=0.0, on_step=None, **options):

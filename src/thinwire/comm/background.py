@@ -45,6 +45,11 @@ class Background:
         self._calls.put((future, call))
         return Handle(future.result)
 
+    def drain(self) -> None:
+        """Wait until the calls so far have ended, with or without an error."""
+        if self._thread is not None:
+            self.submit(bool).wait()
+
     def close(self) -> None:
         """End the thread after the calls so far. Calling it again does nothing."""
         self._close()

@@ -32,7 +32,7 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -223,6 +223,12 @@ class Communicator(Rounds, ABC):
         """A thread in which calls that use this communicator run in order, beside the caller."""
         return Background(name)
 
+    @cached_property
+    def round_thread(self) -> Background:
+        """The thread of rounds beside the training. All strategies of this communicator share it, so that workers run them in
+        one order; who uses the communicator in another thread drains it first."""
+        return self.background("thinwire-round")
+
     def close(self) -> None:
         """Close the communicator; wait for all operations before. Calling it again does nothing."""
         self._end(self._close)
@@ -236,6 +242,8 @@ class Communicator(Rounds, ABC):
             if self._closed:
                 return
             self._closed = True
+        if "round_thread" in vars(self):
+            self.round_thread.close()
         end()
 
     def __enter__(self) -> Communicator:

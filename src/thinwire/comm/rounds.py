@@ -34,8 +34,8 @@ class Rounds:
         load: Callable[[Any], None],
         is_common: bool = True,
         is_late: bool = False,
-    ) -> None:
-        """Let a worker that joins get a part of the state from live ones.
+    ) -> Callable[[], None]:
+        """Let a worker that joins get a part of the state from live ones, until the function that is returned is called.
 
         Args:
             name: of the part, the same on all workers.

@@ -18,6 +18,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..average.base import NamedTensors
+from ..comm import Communicator
 from .model.optimizer_step import Arguments, makes_state_only
 
 if TYPE_CHECKING:
@@ -37,6 +38,10 @@ class Holders(Generic[_S]):
     def of(self, parameter: int) -> _S | None:
         """The strategy that holds the parameter with this `id`."""
         return self._of.get(parameter)
+
+    def all(self) -> set[_S]:
+        """The attached strategies."""
+        return set(self._of.values())
 
     def require_unattached(self, call: str, parameters: NamedTensors) -> None:
         """Raise a ValueError if one of the parameters is attached to a strategy of this kind already.
@@ -82,6 +87,16 @@ class Holders(Generic[_S]):
 
 AVERAGED: Holders[AveragerAttachment] = Holders()
 SHARDED: Holders[ShardCompression] = Holders()
+
+
+def require_free(call: str, comm: Communicator) -> None:
+    """Raise a ValueError if a strategy averages over this elastic communicator: a joiner gets the state of one."""
+    for strategy in AVERAGED.all():
+        if strategy.comm is comm:
+            raise ValueError(
+                f"{call}: {strategy.strategy!r} averages over this elastic communicator, which carries one strategy; make an "
+                "ElasticCommunicator for each, or call detach() on that one first"
+            )
 
 
 @functools.cache

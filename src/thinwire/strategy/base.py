@@ -41,7 +41,7 @@ from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
-from .attached import AVERAGED
+from .attached import AVERAGED, require_free
 from .identity import check_identity, describe_tensors, key_of
 from .model.ddp import refuse_ddp
 from .model.models import NamedParameters, check_model, check_one_device
@@ -292,13 +292,13 @@ class AveragerAttachment(Attachment):
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         """The averager's states, with the tensors of each."""
 
-    def _share(self, comm: Communicator) -> None:
+    def _share(self) -> None:
         """Let a worker that joins get the model and what workers share; own memory starts at zero.
 
         Buffers, such as running statistics, are each worker's own between two means.
         """
         record, model, is_common = self._record, self._model, self.averager.traits.gives_one_mean
-        comm.share("averager", lambda: shared_part(record), lambda part: load_shared(record, part), is_common)
+        self._share_part("averager", lambda: shared_part(record), lambda part: load_shared(record, part), is_common)
         buffers = {name for name, _ in model.named_buffers()}
 
         def saved(are_buffers: bool) -> dict[str, Any]:
@@ -309,12 +309,13 @@ class AveragerAttachment(Attachment):
             # Not strict, because parameters and buffers come apart; the names were checked above.
             model.load_state_dict(part, strict=False)
 
-        comm.share("parameters", partial(saved, False), partial(load, False), is_common)
-        comm.share("buffers", partial(saved, True), partial(load, True), is_common=False)
+        self._share_part("parameters", partial(saved, False), partial(load, False), is_common)
+        self._share_part("buffers", partial(saved, True), partial(load, True), is_common=False)
 
-    @abstractmethod
     def _ready(self) -> None:
         """Wait until the communicator is free for the caller."""
+        if self._comm is not None:
+            self._comm.round_thread.drain()
 
     @abstractmethod
     def _finish(self) -> None:
@@ -355,7 +356,7 @@ class AveragerAttachment(Attachment):
         """Make the transactions, once all that they need is there; begin each with the model's forward pass."""
         self._transaction = Transaction(averager, self.comm, self._averaged)
         if self.comm.is_elastic:
-            self._share(self.comm)
+            self._share()
             # Before FSDP gathers parameters: a worker that is healed gets others.
             hook = self._model.register_forward_pre_hook(self._before_forward, prepend=True)
             self._on_detach(hook.remove)
@@ -381,12 +382,15 @@ class AveragerAttachment(Attachment):
             group: the process group of the workers, if no communicator was given; None for all workers.
         """
         AVERAGED.require_unattached(self.call, self.parameters)
+        if self._comm is not None and self._comm.is_elastic:
+            require_free(self.call, self._comm)
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group or self._replicas, device=self.parameters[0][1].device)
             if self._layout is not None:
                 layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
                 self._comm = laid_out(self._comm, layout)
         try:
+            self._comm.round_thread.drain()  # of other strategies
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
             self._shards.connect(self._comm)
             yield self._comm
@@ -395,6 +399,10 @@ class AveragerAttachment(Attachment):
         except BaseException:
             self.detach()
             raise
+
+    def _share_part(self, *args: Any, **kwargs: Any) -> None:
+        """`Communicator.share`, until the strategy detaches."""
+        self._on_detach(self.comm.share(*args, **kwargs))
 
     def _on_detach(self, undo: Callable[[], Any]) -> None:
         """Call `undo` when the strategy detaches, in reverse order of registration."""

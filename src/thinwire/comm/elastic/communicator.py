@@ -219,8 +219,8 @@ class ElasticCommunicator(Communicator):
         load: Callable[[Any], None],
         is_common: bool = True,
         is_late: bool = False,
-    ) -> None:
-        self._healing.shared[name] = Shared(save, load, is_common, is_late)
+    ) -> Callable[[], None]:
+        return self._healing.share(name, Shared(save, load, is_common, is_late))
 
     # ---- rounds ----
 

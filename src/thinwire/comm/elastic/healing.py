@@ -83,6 +83,16 @@ class Healing:
         """Serve nothing more."""
         self._listener.close()
 
+    def share(self, name: str, part: Shared) -> Callable[[], None]:
+        """Share a part of the state until the function that is returned is called."""
+        self.shared[name] = part
+
+        def end() -> None:
+            if self.shared.get(name) is part:
+                del self.shared[name]
+
+        return end
+
     def digest(self) -> str:
         """A hash of what all workers have in common; "" if that is nothing."""
         names = [name for name, shared in self.shared.items() if shared.is_common]

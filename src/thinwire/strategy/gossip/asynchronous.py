@@ -98,9 +98,6 @@ class AsynchronousGossip(OwnModelAttachment):
         self._publish(what)
         return comm
 
-    def _ready(self) -> None:
-        """Nothing to do: averaging uses a channel of its own."""
-
     def _finish(self) -> None:
         """Go on averaging until the last worker detaches."""
         try:

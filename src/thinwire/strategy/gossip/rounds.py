@@ -80,7 +80,6 @@ class ParameterRounds:
         self.record = RoundsState(self.state)
         device = tensors[0][1].device if tensors else torch.device("cpu")
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
-        self._background = comm.background("thinwire-round")
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
         self._before: dict[str, Any] = {}  # the averager's state before the elastic round in flight
@@ -108,6 +107,7 @@ class ParameterRounds:
         self.to_biased()
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
+        self.comm.round_thread.drain()  # of other strategies
         tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
         # Only an elastic round can be given up, so only it needs copies.
         before, saved = ([p.clone() for _, p in tensors], self.state.state_dict()) if is_elastic else ([], {})
@@ -129,6 +129,7 @@ class ParameterRounds:
         """Send the parameters as they are now."""
         refuse_capture(self._device)
         self.to_biased()
+        self.comm.round_thread.drain()  # of other strategies
         if self.comm.is_elastic:
             self._before = self.state.state_dict()
         start = self._start_on_copies if has_streams(self._device) else self._start_in_place
@@ -139,7 +140,7 @@ class ParameterRounds:
                 raise
             # `absorb` meets the error as if it came with the messages, and the vote gives the round up.
             arrive = partial(_fail, error)
-        self._flight = Flight(arrive, self._work, self._background)
+        self._flight = Flight(arrive, self._work, self.comm.round_thread)
 
     def _start_in_place(self) -> Pending:
         return self.averager.start(self.state, self.live.tensors(), self.comm)

@@ -21,7 +21,6 @@ from torch import nn
 
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
-from ...comm import Communicator
 from ..model.models import NamedParameters
 from ..model.optimizer_step import Arguments, ScalerWatch, once_gradients_are_there
 from ..own_model import OwnModelAttachment
@@ -50,7 +49,7 @@ class ParameterGossip(OwnModelAttachment):
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
             self._on_detach(self._rounds.to_debiased)
-            self._watch = ScalerWatch(runtime.scaler, self._take_part)
+            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._take_part)
             self._on_detach(self._watch.remove)
 
     @property
@@ -94,13 +93,13 @@ class ParameterGossip(OwnModelAttachment):
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return [(self._rounds.state, self._live.tensors())]
 
-    def _share(self, comm: Communicator) -> None:
+    def _share(self) -> None:
         def load(part: dict[str, Any]) -> None:
             self._optimizer.load_state_dict(part)
             self._rounds.loaded()
 
-        super()._share(comm)
-        comm.share("optimizer", self._optimizer.state_dict, load, is_common=False)
+        super()._share()
+        self._share_part("optimizer", self._optimizer.state_dict, load, is_common=False)
 
     @property
     def _weight(self) -> float:
@@ -108,6 +107,7 @@ class ParameterGossip(OwnModelAttachment):
 
     def _ready(self) -> None:
         self._rounds.settle()
+        super()._ready()
 
     def _finish(self) -> None:
         self.synchronize()

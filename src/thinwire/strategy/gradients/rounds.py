@@ -124,6 +124,7 @@ class GradientRounds:
             self._work.join()
             self._kept.clear()
             self._averager.discard(self._state)
+        self._comm.round_thread.drain()  # of other strategies
         healed = self._transaction.begin()
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device

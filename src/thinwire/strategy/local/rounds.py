@@ -159,7 +159,6 @@ class LocalUpdates(OwnModelAttachment):
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
-            self._background = comm.background("thinwire-round")
             self._optimizer_states = OptimizerStates(self._optimizer, self.parameters, comm)
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
@@ -186,7 +185,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._watch = ScalerWatch(runtime.scaler, self._after_step)
+            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._after_step)
             self._on_detach(self._watch.remove)
 
     def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
@@ -348,6 +347,7 @@ class LocalUpdates(OwnModelAttachment):
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
+        super()._ready()
 
     @torch.no_grad()
     def _finish(self) -> None:
@@ -468,7 +468,7 @@ class LocalUpdates(OwnModelAttachment):
             return
         with self._work.after_caller():
             pass  # so that the work stream waits for what was measured
-        fragment.flight = Flight(lambda: exchange(fragment), self._work, self._background)
+        fragment.flight = Flight(lambda: exchange(fragment), self._work, self.comm.round_thread)
 
     def _measure(self, fragment: Fragment) -> None:
         """The pseudo-gradient: from the estimate where this period began to where it ended."""
@@ -588,7 +588,7 @@ class LocalUpdates(OwnModelAttachment):
     def _averaged(self) -> list[tuple[Any, NamedTensors]]:
         return [(fragment.state, fragment.tensors) for fragment in self._fragments]
 
-    def _share(self, comm: Communicator) -> None:
+    def _share(self) -> None:
         """The anchors stand for the parameters: what a live worker has changed since its last round is its own.
 
         Anchors and outer optimizer do not change within a round, so they may come while the others train.
@@ -608,20 +608,20 @@ class LocalUpdates(OwnModelAttachment):
             load_tensors(dict(self._model.named_buffers()), part["buffers"], "buffers")
 
         weighs_own = self.strategy.weights is not None  # each worker by statistics of its own norms
-        comm.share(
+        self._share_part(
             "position",
             lambda: shared_part(record, LATE),
             lambda part: load_shared(record, part, LATE),
             is_common and not weighs_own,
         )
-        comm.share(
+        self._share_part(
             "anchors",
             lambda: {"anchor": dict(record.anchor), "outer": _saved_outer(record, record.outer)},
             torch.no_grad()(load_anchors),
             is_common,
             self._heals_late,
         )
-        comm.share("inner", inner, load_inner, is_common=False, is_late=self._heals_late)
+        self._share_part("inner", inner, load_inner, is_common=False, is_late=self._heals_late)
 
     @property
     def _heals_late(self) -> bool:

@@ -99,30 +99,46 @@ def once_gradients_are_there(
 
 
 class ScalerWatch:
-    """Takes part in rounds also where a `GradScaler` skips the optimizer's step; its `update` comes after each step.
+    """Takes part in rounds also where `GradScaler.step` skips the optimizer's step. A scaler may step several optimizers.
 
     Args:
         scaler: the loss scaler; None watches nothing.
+        optimizer: whose steps count.
         take_part: what the worker does in place of a step.
     """
 
-    def __init__(self, scaler: Any, take_part: Callable[[], None]):
-        self._scaler, self._take_part, self._has_stepped = scaler, take_part, False
+    def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer, take_part: Callable[[], None]):
+        self.optimizer, self.take_part, self.has_stepped, self._scaler = optimizer, take_part, False, scaler
         if scaler is not None:
-            self._update = scaler.update
-            scaler.update = self._update_and_take_part
+            if not isinstance(scaler.step, _WatchedStep):
+                scaler.step = _WatchedStep(scaler.step)
+            scaler.step.watches.append(self)
 
     def stepped(self) -> None:
         """The optimizer has stepped, and the worker took part."""
-        self._has_stepped = True
+        self.has_stepped = True
 
     def remove(self) -> None:
-        """Leave the scaler as it was."""
+        """End the watch; after the last one the scaler is as it was."""
         if self._scaler is not None:
-            vars(self._scaler).pop("update")  # uncovers the method of its class
+            self._scaler.step.watches.remove(self)
+            if not self._scaler.step.watches:
+                del self._scaler.step  # uncovers the method of its class
 
-    def _update_and_take_part(self, *args: Any, **kwargs: Any) -> None:
-        if not self._has_stepped:
-            self._take_part()
-        self._has_stepped = False
-        self._update(*args, **kwargs)
+
+class _WatchedStep:
+    """`GradScaler.step` for those who watch the optimizer that it steps."""
+
+    def __init__(self, step: Callable[..., Any]):
+        self._step = step
+        self.watches: list[ScalerWatch] = []
+
+    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+        watches = [watch for watch in self.watches if watch.optimizer is unwrapped(optimizer)]
+        for watch in watches:
+            watch.has_stepped = False
+        result = self._step(optimizer, *args, **kwargs)
+        for watch in watches:
+            if not watch.has_stepped:
+                watch.take_part()
+        return result
