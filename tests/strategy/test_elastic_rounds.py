@@ -14,6 +14,7 @@ from helpers.spawn import run_threads
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
@@ -420,6 +421,23 @@ def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_att
         ddp.process_group = SimpleNamespace(size=lambda: 2)
         with pytest.raises(ValueError, match="connects 2 processes, which cannot come and go; pass the plain module"):
             tw.compress_gradients(ddp, comm=comm)
+
+    elastic(worker, (0,), 1)
+
+
+def test_a_copy_of_an_elastic_model_takes_no_part(elastic):
+    """Such as that of `torch.optim.swa_utils.AveragedModel`."""
+
+    def worker(comm, number):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, "Local(Mean(), 2)", comm=comm):
+            average = AveragedModel(model)
+            average(torch.ones(2))
+            assert not comm.in_round
+            model(torch.ones(2)).sum().backward()
+            assert comm.in_round
+            optimizer.step()
 
     elastic(worker, (0,), 1)
 

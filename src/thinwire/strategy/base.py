@@ -358,7 +358,10 @@ class AveragerAttachment(Attachment):
         if self.comm.is_elastic:
             self._share()
             # Before FSDP gathers parameters: a worker that is healed gets others.
-            hook = self._model.register_forward_pre_hook(self._before_forward, prepend=True)
+            # A function, because a copy of the model, such as a moving average, copies its hooks and all that they hold.
+            hook = self._model.register_forward_pre_hook(
+                lambda module, args: self._before_forward() if module is self._model else None, prepend=True
+            )
             self._on_detach(hook.remove)
 
     def _require_elastic(self) -> None:
@@ -368,8 +371,8 @@ class AveragerAttachment(Attachment):
         )
         self._shards.require_mesh(self.comm.replica)
 
-    def _before_forward(self, module: nn.Module, args: Any) -> None:
-        if module.training and torch.is_grad_enabled():
+    def _before_forward(self) -> None:
+        if self._model.training and torch.is_grad_enabled():
             if not self.comm.in_round:  # the round may heal this worker, which writes into its shards
                 self._shards.reshard()
             self.begin_round()
