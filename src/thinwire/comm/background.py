@@ -48,7 +48,7 @@ class Background:
     def drain(self) -> None:
         """Wait until the calls so far have ended, with or without an error."""
         if self._thread is not None:
-            Background.submit(self, bool).wait()  # the planner does not trace it: the training goes on from elsewhere
+            Background.submit(self, bool).wait()  # untraced: the planner counts waits for results alone
 
     def close(self) -> None:
         """End the thread after the calls so far. Calling it again does nothing."""
