@@ -81,7 +81,7 @@ BAD_HOSTS = {
     "nat": (
         {"address": "192.168.1.2", "interfaces": (Interface("eth0", ("192.168.1.2",), 1500),)},
         "behind NAT: its address is 192.168.1.2, and the others see 10.0.0.1",
-        "VPN",
+        "--relay HOST:PORT; for Gloo and NCCL a VPN",
     ),
 }
 

@@ -262,7 +262,10 @@ def _nat(hosts: Sequence[Host], rank: int) -> Found:
     if not host.is_loopback and others and all(others) and host.address not in seen:
         as_others = ", ".join(sorted(seen - {host.address for host in hosts})) or "another address"
         what = f"behind NAT: its address is {host.address}, and the others see {as_others}"
-        yield what, "join the hosts by a VPN such as WireGuard: the others cannot connect to it"
+        remedy = (
+            "thinwire relay on a host that all reach, and --relay HOST:PORT; for Gloo and NCCL a VPN such as WireGuard"
+        )
+        yield what, f"the others cannot connect to it: {remedy}"
 
 
 HOST_RULES = (_interfaces, _nat, _mtu, _versions, _missing_extensions, _few_files, _ports_taken, _busy)
