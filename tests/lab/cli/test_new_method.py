@@ -126,6 +126,12 @@ def test_a_name_that_serves_no_package_is_refused(name, message, tmp_path):
         write_package(tmp_path / name)
 
 
+def test_a_place_that_cannot_have_it_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"cannot write .*file/mine: Not a directory; make it elsewhere"):
+        write_package(tmp_path / "file" / "mine")
+
+
 def test_a_folder_is_never_overwritten(package):
     with pytest.raises(ValueError, match="exists; choose another name"):
         write_package(package)

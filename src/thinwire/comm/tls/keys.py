@@ -118,13 +118,10 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    place = Path(folder)
-    require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     for what in (run, name):
         _check_name(what)
     _check_days(days)
-    place.mkdir(parents=True, exist_ok=True)
-    os.chmod(place, 0o700)
+    place = _new_folder(folder)
     key = ec.generate_private_key(ec.SECP256R1())
     subject, public = _subject(run), key.public_key()
     usage = dict.fromkeys(
@@ -220,7 +217,8 @@ class Issuer:
                 .sign(self._key, hashes.SHA256())
             )
             pem = made.public_bytes(serialization.Encoding.PEM)
-            path.parent.mkdir(exist_ok=True)
+            with able_to(f"make the folder {path.parent}", "let yourself write there"):
+                path.parent.mkdir(exist_ok=True)
             _write(path, pem)
             return pem
 
@@ -345,12 +343,26 @@ def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float
     Raises:
         ValueError: the token has expired or was used, the name is taken, or who answers is not the run's CA.
     """
-    place = Path(folder)
-    require(not place.exists() or not any(place.iterdir()), f"{place} has files already; choose another folder")
     _check_name(name)
     expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(token.until))
     require(time.time() < token.until, f"the token expired at {expires}; ask for a new one: thinwire keys token")
-    key, request = new_request(name)
+    place = _new_folder(folder)  # before the token is used
+    try:
+        key, request = new_request(name)
+        certificate, authority, revoked = _signed(token, request, seconds)
+    except BaseException:
+        place.rmdir()
+        raise
+    _write(place / KEY, key, secret=True)
+    for file, content in ((CERTIFICATE, certificate), (AUTHORITY, authority), (REVOKED, revoked)):
+        if content:
+            _write(place / file, content)
+    _write(place / ADDRESS, f"{address_text(token.host, token.port)}\n".encode())
+    Credentials(place)
+
+
+def _signed(token: Token, request: bytes, seconds: float) -> tuple[bytes, bytes, bytes]:
+    """This worker's certificate, that of the CA, and the list of those revoked, from the machine that gave the token."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # it shows below what it has signed with
     context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -368,14 +380,7 @@ def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float
     require(answer[0] == b"signed" and len(answer) == 4, f"{where} says: {answer[-1].decode(errors='replace')[:300]}")
     _, certificate, authority, revoked = answer
     _check_answer(certificate, authority, revoked, request, token)
-    place.mkdir(parents=True, exist_ok=True)
-    os.chmod(place, 0o700)
-    _write(place / KEY, key, secret=True)
-    for file, content in ((CERTIFICATE, certificate), (AUTHORITY, authority), (REVOKED, revoked)):
-        if content:
-            _write(place / file, content)
-    _write(place / ADDRESS, f"{where}\n".encode())
-    Credentials(place)
+    return certificate, authority, revoked
 
 
 def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request: bytes, token: Token) -> None:
@@ -470,9 +475,22 @@ def _private(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
+def _new_folder(folder: str | os.PathLike[str]) -> Path:
+    """A folder for keys, which nobody else may read."""
+    place = Path(folder)
+    with able_to(f"make the folder {place}", "choose another folder"):
+        place.mkdir(parents=True, exist_ok=True)
+        is_empty = not any(place.iterdir())
+    require(is_empty, f"{place} has files already; choose another folder")
+    with able_to(f"close {place} to others", "choose a folder of your own"):
+        os.chmod(place, 0o700)
+    return place
+
+
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
     """Write a file at once, so that nobody reads half of it; nobody else may read a secret one."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
-    with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
-        file.write(content)
-    os.replace(new, path)
+    with able_to(f"write {path}", "make room for it, and let yourself write there"):
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if secret else 0o644), "wb") as file:
+            file.write(content)
+        os.replace(new, path)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ...algorithm import require
+from ...algorithm import able_to, require
 from .options import parsed, shown_as
 
 TEMPLATE = Path(__file__).parents[1] / "template"
@@ -54,13 +54,14 @@ def write_package(folder: Path) -> None:
     module, codec = name.replace("-", "_"), "".join(part.capitalize() for part in name.split("-"))
     require(codec not in known_names(), f"an algorithm is called {codec} already; choose another name")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
-    for template in sorted(TEMPLATE.rglob("*.in")):
-        place = str(template.relative_to(TEMPLATE)).removesuffix(".in").replace("new_method", module)
-        text = template.read_text()
-        for old, new in (("new_method", module), ("new-method", name), ("NewMethod", codec)):
-            text = text.replace(old, new)
-        _write(folder / place, text)
-    _write_text(folder / "data")
+    with able_to(f"write {folder}", "make it elsewhere: thinwire new-method PLACE/NAME"):
+        for template in sorted(TEMPLATE.rglob("*.in")):
+            place = str(template.relative_to(TEMPLATE)).removesuffix(".in").replace("new_method", module)
+            text = template.read_text()
+            for old, new in (("new_method", module), ("new-method", name), ("NewMethod", codec)):
+                text = text.replace(old, new)
+            _write(folder / place, text)
+        _write_text(folder / "data")
 
 
 def _write(path: Path, text: str) -> None:
