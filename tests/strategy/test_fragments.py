@@ -15,6 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.strategy.local.fragments import divide, offset
+from thinwire.testing.state import same
 
 SPARSE = tw.Mean(tw.TopK(0.3), tw.ErrorFeedback(), min_ndim=0)
 SIZES = (3, 4, 2)  # of the layers
@@ -401,6 +402,25 @@ def test_one_scaler_steps_several_models():
     (steps, is_changed, a), (others, _, b) = run_threads(2, two_with_one_scaler)
     assert steps == others == [6, 9] and not is_changed
     assert torch.equal(a, b)
+
+
+def saved_at_the_end(comm):
+    """After `detach`, and after the communicator is closed, whose thread then runs nothing more."""
+    _, handle = train(comm, tw.Mean(), 9, every=4, delay=1)
+    handle.detach()
+    before = handle.state_dict()
+    comm.close()
+    saved = []
+    saver = threading.Thread(target=lambda: saved.append(handle.state_dict()), daemon=True)
+    saver.start()
+    saver.join(30)
+    return before, saved
+
+
+def test_the_state_can_be_saved_after_the_communicator_was_closed():
+    for rank, (before, saved) in enumerate(run_threads(2, saved_at_the_end)):
+        assert saved, "state_dict() does not return"
+        assert same(saved[0], before) and before[f"rank{rank}"]["num_steps"] == 9
 
 
 def test_the_ledger_has_peak_and_mean():
