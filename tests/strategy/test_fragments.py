@@ -15,7 +15,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.strategy.local.fragments import divide, offset
-from thinwire.testing import state
+from thinwire.testing import state as states
 
 SPARSE = tw.Mean(tw.TopK(0.3), tw.ErrorFeedback(), min_ndim=0)
 SIZES = (3, 4, 2)  # of the layers
@@ -420,7 +420,7 @@ def saved_at_the_end(comm):
 def test_the_state_can_be_saved_after_the_communicator_was_closed():
     for rank, (before, saved) in enumerate(run_threads(2, saved_at_the_end)):
         assert saved, "state_dict() does not return"
-        assert state.same(saved[0], before) and before[f"rank{rank}"]["num_steps"] == 9
+        assert states.same(saved[0], before) and before[f"rank{rank}"]["num_steps"] == 9
 
 
 def test_the_ledger_has_peak_and_mean():
