@@ -46,8 +46,8 @@ class Background:
         return Handle(future.result)
 
     def drain(self) -> None:
-        """Wait until the calls so far have ended, with or without an error; not after `close`."""
-        if self._thread is not None and self._close.alive:
+        """Wait until the calls so far have ended, with or without an error."""
+        if self._thread is not None:
             Background.submit(self, bool).wait()  # untraced: the planner counts waits for results alone
 
     def close(self) -> None:

@@ -242,8 +242,6 @@ class Communicator(Rounds, ABC):
             if self._closed:
                 return
             self._closed = True
-        if "round_thread" in vars(self):
-            self.round_thread.close()
         end()
 
     def __enter__(self) -> Communicator:
