@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import tarfile
 import threading
 import time
@@ -34,6 +35,7 @@ from thinwire.lab.train.data import (
     Split,
     Text,
     WikiText2,
+    base,
     cifar,
     shard,
     sums,
@@ -387,19 +389,41 @@ def _ends_while_it_loads(folder: Path, pids) -> None:
     os._exit(1)
 
 
+def _ends_as_loaders_begin(folder: Path, pids) -> None:
+    parent = os.getpid()
+
+    def begin_late() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+
+    def end() -> None:
+        while len(loaders := multiprocessing.active_children()) < 2:
+            time.sleep(0.01)
+        pids.send([loader.pid for loader in loaders])
+        os._exit(1)
+
+    base.ignore_requests = begin_late
+    threading.Thread(target=end).start()
+    data = ImageFolder(folder, sizes=((0, 8),), num_loaders=2).load()
+    next(data.batches(torch.zeros(50, 1, dtype=torch.int64), 0, 0, 0))
+
+
+@pytest.mark.parametrize("work", [_ends_while_it_loads, _ends_as_loaders_begin])
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc which processes there are")
-def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path):
+def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path, work):
     for part in ("train", "val"):
         write_images(tmp_path / part, {"cat": 1})
     context = multiprocessing.get_context("forkserver")  # as training starts its workers
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_ends_while_it_loads, args=(tmp_path, sender))
+    worker = context.Process(target=work, args=(tmp_path, sender))
     worker.start()
     pids = receiver.recv()
     worker.join()
     deadline = time.monotonic() + 15  # PyTorch's watchdog looks every 5 seconds
     while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2 and not left
 
 
