@@ -339,7 +339,7 @@ def test_cifar_from_an_image_folder_is_decoded_once(tmp_path, monkeypatch):
         CIFAR10(tmp_path).load()
 
 
-def test_image_folder_says_what_is_wrong_with_it(tmp_path):
+def test_image_folder_says_what_is_wrong_with_it(tmp_path, monkeypatch):
     data = ImageFolder(tmp_path, num_loaders=0)
     _refused(data.load, "train is not there; put images into")
     (tmp_path / "train").mkdir()
@@ -355,8 +355,16 @@ def test_image_folder_says_what_is_wrong_with_it(tmp_path):
         lambda: next(ahead.batches(torch.zeros(1, 1, dtype=torch.int64), 0, 0, 0)), "0.png cannot be read as an image"
     )
     good = (tmp_path / "val" / "cat" / "0000.png").read_bytes()
-    (tmp_path / "train" / "cat" / "0.png").write_bytes(good[: len(good) // 2])
-    _refused(lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image")
+    pixels = good.index(b"IDAT")
+    # Half a file; and pixels that seem to end early, so that what follows is no part of a PNG.
+    for bad in (good[: len(good) // 2], good[: pixels - 4] + (9).to_bytes(4, "big") + good[pixels:]):
+        (tmp_path / "train" / "cat" / "0.png").write_bytes(bad)
+        _refused(lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image")
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(good)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 32 * 32 // 3)
+    _refused(
+        lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image .*decompression bomb"
+    )
 
 
 def test_cifar_images_of_another_size_are_refused(tmp_path):
