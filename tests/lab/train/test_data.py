@@ -737,6 +737,19 @@ def test_one_worker_makes_a_file_and_the_others_wait_for_it():
     assert cached("x", "other", lambda path: path.write_text("new")).read_text() == "new"
 
 
+def test_a_damaged_file_of_the_cache_is_named(tmp_path):
+    (tmp_path / "text").write_text("a few words\n" * 20)
+    vocabulary = subwords([tmp_path / "text"], 300)
+    encode_lines(vocabulary, tmp_path / "text")
+    (tokens,) = (tmp_path / "cache").rglob("*-tokens.pt")
+    for file in (tokens, vocabulary):  # the vocabulary is read where there are no tokens
+        file.write_bytes(b"")
+        _refused(
+            lambda: encode_lines(vocabulary, tmp_path / "text"), f"{file} in the cache is damaged .*; remove it, and it"
+        )
+        file.unlink()
+
+
 # The real thing
 
 
