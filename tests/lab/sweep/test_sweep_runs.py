@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
 import os
@@ -188,9 +187,10 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
     write(tmp_path)
     begun = []
 
-    def start(planned):
+    def begin(planned):
         if begun:
-            raise OSError(errno.EAGAIN, "no more processes")
+            (planned.records / "log.txt").mkdir(parents=True)
+            return start(planned)
         write_down(planned)
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
         if is_interrupted:
@@ -198,9 +198,13 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
         return begun[-1]
 
     module = sys.modules[run_locally.__module__]
-    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "start", begin)
     planned = sweep_in(tmp_path, monkeypatch).runs
-    expected = (KeyboardInterrupt, "1 of the runs were under way") if is_interrupted else (OSError, "no more processes")
+    expected = (
+        (KeyboardInterrupt, "1 of the runs were under way")
+        if is_interrupted
+        else (ValueError, "cannot start the run .*: Is a directory; the same")
+    )
     with pytest.raises(expected[0], match=expected[1]):
         run_locally(planned, 2)
     assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM

@@ -34,8 +34,7 @@ def run_locally(
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.
-        ValueError: a run's files cannot be written; likewise.
-        OSError: a run's process cannot be started; likewise.
+        ValueError: a run cannot be started; likewise.
     """
     running: Running = []
     with _Interrupts() as interrupts:
