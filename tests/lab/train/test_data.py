@@ -165,6 +165,18 @@ def test_batches_are_a_function_of_seed_rank_epoch_and_number():
 
 
 @pytest.mark.parametrize(
+    ("augmentation", "message"),
+    [
+        (Augmentation(cutout=9), "augmentation.cutout must be at most 8 for images of 10x8 pixels, got 9"),
+        (Augmentation(padding=8, border="reflect"), "padding must be below 8 to reflect images of 10x8 pixels, got 8"),
+    ],
+)
+def test_an_augmentation_larger_than_the_images_is_refused(augmentation, message):
+    split = Split(torch.zeros(2, 3, 8, 10), torch.zeros(2, dtype=torch.int64))
+    _refused(lambda: Images(split, split, 1, augmentation=augmentation), message)
+
+
+@pytest.mark.parametrize(
     ("make", "message"),
     [
         (lambda: Augmentation(padding=-1), "augmentation.padding must be an integer, 0 or more, got -1"),
