@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from pathlib import Path
 
+import netlab
 import pytest
+from helpers.lab import needs_lab
 
 pytest.importorskip("thinwire.comm.tcp._engine")
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
-import netlab  # noqa: E402
 
-
-def _why_no_lab() -> str | None:
-    try:
-        netlab.require_privileges()
-        with netlab.Lab(1, "1gbit"):
-            return None
-    except netlab.LabError as error:
-        return str(error)
-
-
-WHY_NO_LAB = _why_no_lab()
 
 # Rank 0 sends so many bytes to rank 1. Both print whether they have lost a connection: later ones have small packets.
 SENDS = """
@@ -40,7 +28,7 @@ with TcpCommunicator.from_store(store, rank, size, interface="eth0") as comm:
 """
 
 
-@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, long queues are not tested: {WHY_NO_LAB}")
+@needs_lab("long queues are")
 def test_bytes_that_wait_in_a_long_queue_are_no_dead_line(capfd):
     """At 64 kb/s they wait for up to 20 seconds, and so do the answers to probes of connections on which nothing is sent."""
     with netlab.Lab(2, "1gbit", congestion="reno") as lab:

@@ -50,7 +50,6 @@ def test_the_table_lists_what_was_not_run(script, capsys):
 def test_the_study_leaves_out_what_another_process_trains(script, tmp_path, capsys, monkeypatch):
     """This process has claimed one of the seven runs; once it has let go of it, the next call trains that one alone."""
     monkeypatch.setitem(script["main"].__globals__, "device", lambda: "")
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
     import internet
 
     options = internet.options_of([str(tmp_path), *script["DRY_STUDY"].split()])

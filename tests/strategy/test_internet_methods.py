@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import numpy as np
 import pytest
@@ -470,6 +471,35 @@ def test_muon_and_adamw_are_one_optimizer_and_resume():
         adamw.step()
     assert torch.allclose(whole.parts[0], by_hand, rtol=0, atol=2e-3)  # bfloat16 has 8 bits
     assert torch.equal(whole.parts[1], vector)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
+def test_a_copy_of_muon_and_adamw_steps_alike_and_alone(copied):
+    model = nn.Linear(4, 3)
+    optimizer = tw.strategy.MuonAdamW(model.parameters(), lr=0.1)
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+        return [p.detach().clone() for p in model.parameters()]
+
+    before = step(model, optimizer)
+    other, others_optimizer = copied((model, optimizer))
+    after = step(other, others_optimizer)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+    assert all(torch.equal(p, q) for p, q in zip(step(model, optimizer), after, strict=True))
+
+
+def test_muon_and_adamw_refuse_what_they_would_divide_wrongly():
+    model = nn.Linear(4, 3)
+    for params, kind in ((model.named_parameters(), "tuple"), ([{"params": model.parameters()}], "dict")):
+        with pytest.raises(ValueError, match=rf"params must be parameters, as of model.parameters\(\), got a {kind}"):
+            tw.strategy.MuonAdamW(params)
+    with pytest.raises(ValueError, match="takes no other group of parameters; give it all parameters when you make it"):
+        tw.strategy.MuonAdamW(model.parameters()).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+    with pytest.raises(ValueError, match="undecayed: Muon decays all its matrices and nothing else, got .*linear1"):
+        Muon(undecayed=("vectors", "*linear1*"))
 
 
 @pytest.mark.parametrize(

@@ -46,13 +46,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def load_json_object(path: Path) -> dict[str, Any]:
-    """Read a JSON file that holds one object.
+    """Read a JSON file that holds one object. It may begin with a byte-order mark, as editors of Windows write it.
 
     Raises:
         ValueError: the file is missing, is not JSON or holds something else; the message names the file.
     """
     try:
-        value = json.loads(path.read_text())
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:  # of JSON, or of UTF-8
@@ -72,13 +72,13 @@ def read_json(path: Path) -> Any:
 
 
 def load_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
+    """Read a TOML file. It may begin with a byte-order mark.
 
     Raises:
         ValueError: the file cannot be read, or is no TOML; the message names it.
     """
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:

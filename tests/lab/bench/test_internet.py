@@ -5,18 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import sys
 from dataclasses import asdict
 from math import inf
 from pathlib import Path
 from typing import Any
 
+import internet
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
-
-import internet
 from internet import METHODS, Run, Text, path_of, rows_of, train
 
 SIZES = (

@@ -17,27 +17,14 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import line_check
+import lines
+import netlab
 import pytest
+from helpers import lab
+from netlab import Lab, LabError
 
-NETLAB = Path(__file__).parents[3] / "benchmarks" / "netlab.py"
-sys.path.insert(0, str(NETLAB.parent))
-
-import line_check  # noqa: E402
-import lines  # noqa: E402
-import netlab  # noqa: E402
-from netlab import Lab, LabError  # noqa: E402
-
-
-def _why_not() -> str | None:
-    try:
-        netlab.require_privileges()
-        with Lab(1, "1gbit"):
-            return None
-    except LabError as error:
-        return str(error)
-
-
-WHY_NOT = _why_not()
+NETLAB = Path(netlab.__file__)
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}  # for the helpers of the tests
 CONTROLS = Path("/proc/sys/net/ipv4/tcp_available_congestion_control")
 needs_bbr = pytest.mark.skipif(
@@ -55,8 +42,7 @@ def only_lab(tmp_path_factory):
 
 
 def needs_lab(test):
-    missing = pytest.mark.skipif(WHY_NOT is not None, reason=f"NO NETWORK LAB HERE, netlab is not tested: {WHY_NOT}")
-    return pytest.mark.usefixtures("only_lab")(missing(test))
+    return pytest.mark.usefixtures("only_lab")(lab.needs_lab("netlab is")(test))
 
 
 def _python(code: str, *options: str) -> list[str]:

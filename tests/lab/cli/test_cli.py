@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shutil
 import signal
 import socket
 import urllib.request
@@ -60,6 +62,26 @@ def test_a_checkpoint_is_evaluated(finished, capsys, monkeypatch):
     )
     assert main(["train", "digits", "--evaluate", str(finished)]) == 2
     assert "is no checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "complaint"),
+    [
+        ("checkpoint.json", b"{}", "it has no config with a recipe; restore it"),
+        ("checkpoint.json", b'{"config": {"seed": 1}}', "it has no config with a recipe; restore it"),
+        ("checkpoint.json", b'{"config": {"recipe": "digits", "epochs": "x"}}', "checkpoint.json: .*epochs"),
+        ("shared.pt", b"PK", r"shared.pt is missing, truncated or damaged \(File is not a zip file\)"),
+        ("shared.pt", {"step": 1}, r"shared.pt is missing, truncated or damaged \(it has no model\)"),
+        ("shared.pt", {"model": {"wrong": torch.ones(1)}}, "shared.pt is not of this model"),
+    ],
+)
+def test_a_damaged_checkpoint_is_one_line(file, content, complaint, finished, tmp_path, capsys):
+    (checkpoint,) = (finished / "runs" / "first" / "checkpoints").glob("step-000012")
+    copy = shutil.copytree(checkpoint, tmp_path / "copy")
+    (copy / file).write_bytes(content) if isinstance(content, bytes) else torch.save(content, copy / file)
+    assert main(["train", "digits", "--evaluate", str(copy)]) == 2
+    said = capsys.readouterr().err
+    assert re.search(complaint, said) and said.startswith("thinwire: ") and said.count("\n") == 1
 
 
 def test_a_run_leaves_its_records(finished):

@@ -261,7 +261,9 @@ def test_a_run_with_an_empty_configuration_is_named(tmp_path):
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path):
     write_run(tmp_path / "a")
-    assert len(find([tmp_path, tmp_path / "a"]).runs) == 1
+    (write_run(tmp_path / "b") / "config.json").unlink()
+    found = find([tmp_path, tmp_path / "a", tmp_path / "b"])
+    assert (len(found.runs), len(found.problems)) == (1, 1)
 
 
 def test_no_run_at_all_is_an_error(tmp_path):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from thinwire.lab.files import load_json_object
 from thinwire.lab.overrides import overridden
 from thinwire.lab.recipes import recipes
 from thinwire.lab.sweep import identity, read_sweep, status_of
@@ -256,6 +257,13 @@ def test_a_mistake_in_the_file_gets_one_line_that_names_it(text, complaint, swee
         sweep_of(text)
     message = str(caught.value)
     assert "grid.toml: " in message and complaint in message and "\n" not in message
+
+
+def test_files_may_begin_with_a_byte_order_mark(tmp_path):
+    (tmp_path / "grid.toml").write_text(GRID, encoding="utf-8-sig")
+    assert read_sweep(tmp_path / "grid.toml").runs
+    (tmp_path / "config.json").write_text('{"seed": 1}', encoding="utf-8-sig")
+    assert load_json_object(tmp_path / "config.json") == {"seed": 1}
 
 
 def test_a_file_that_is_not_there(tmp_path):

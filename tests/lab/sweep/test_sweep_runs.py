@@ -179,20 +179,33 @@ def test_a_run_starts_while_another_process_looks_at_it(tmp_path):
         assert not locked(late)
 
 
-def test_a_run_that_begins_as_ctrl_c_comes_is_stopped_too(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_interrupted", [True, False])
+@pytest.mark.usefixtures("no_leftovers")
+def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_start(
+    is_interrupted, tmp_path, monkeypatch
+):
     write(tmp_path)
     begun = []
 
-    def start(planned):
+    def begin(planned):
+        if begun:
+            (planned.records / "log.txt").mkdir(parents=True)
+            return start(planned)
         write_down(planned)
         begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
-        os.kill(os.getpid(), signal.SIGINT)
+        if is_interrupted:
+            os.kill(os.getpid(), signal.SIGINT)
         return begun[-1]
 
     module = sys.modules[run_locally.__module__]
-    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "start", begin)
     planned = sweep_in(tmp_path, monkeypatch).runs
-    with pytest.raises(KeyboardInterrupt, match="1 of the runs were under way"):
+    expected = (
+        (KeyboardInterrupt, "1 of the runs were under way")
+        if is_interrupted
+        else (ValueError, "cannot start the run .*: Is a directory; the same")
+    )
+    with pytest.raises(expected[0], match=expected[1]):
         run_locally(planned, 2)
     assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM
     assert [status_of(each).state for each in planned] == ["stopped", "waiting"]

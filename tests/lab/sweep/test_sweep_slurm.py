@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -151,6 +152,35 @@ def test_what_sbatch_is_told(slurm, sweep_of):
     ):
         assert f"#SBATCH {expected}" in lines, lines
     assert queued(sweep.runs) == list(sweep.runs)
+
+
+def test_names_with_spaces_and_quotes_reach_sbatch_whole(slurm, tmp_path, monkeypatch):
+    place = tmp_path / 'my "first" runs \\ it\'s #1'
+    place.mkdir()
+    monkeypatch.chdir(place)
+    Path("grid.toml").write_text('recipe = "digits"\noutput = "all runs"\n[grid]\nseed = [1, 2]')
+    submit(read_sweep(Path("grid.toml")).runs, "time=10,comment=a b")
+    lines = Path("submitted").read_text().splitlines()
+    told = dict(as_sbatch_reads(line).partition("=")[::2] for line in lines if line.startswith("#SBATCH --"))
+    assert told["--job-name"] == "all runs" and told["--chdir"] == str(place) and told["--comment"] == "a b"
+    assert told["--output"] == "all runs/.sweep/slurm/%A_%a.log" and told["--time"] == "10"
+
+
+def as_sbatch_reads(line: str) -> str:
+    """The first word after "#SBATCH", read as sbatch does it: a backslash escapes, in single quotes too."""
+    reader = shlex.shlex(line.removeprefix("#SBATCH"), posix=True, punctuation_chars=False)
+    reader.whitespace_split, reader.escapedquotes = True, "\"'"
+    return next(reader)
+
+
+def test_where_squeue_fails_nothing_is_submitted_again(slurm, sweep_of, tmp_path):
+    sweep = sweep_of(steps=2)
+    submit(sweep.runs, "time=10")
+    (tmp_path / "programs" / "squeue").write_text("#!/bin/sh\necho 'slurm_load_jobs error: no answer' >&2\nexit 1\n")
+    with pytest.raises(
+        ValueError, match="squeue does not say which jobs are queued: slurm_load_jobs error: no answer; "
+    ):
+        queued(sweep.runs)
 
 
 def test_a_run_gets_a_processor_for_each_worker(slurm, tmp_path, monkeypatch):

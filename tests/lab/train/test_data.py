@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import signal
 import tarfile
 import threading
 import time
@@ -34,6 +35,7 @@ from thinwire.lab.train.data import (
     Split,
     Text,
     WikiText2,
+    base,
     cifar,
     shard,
     sums,
@@ -160,6 +162,18 @@ def test_batches_are_a_function_of_seed_rank_epoch_and_number():
     different = [pixels_of(seed=1), pixels_of(rank=1), pixels_of(epoch=1)]
     assert not any(torch.equal(pixels_of(), other) for other in different)
     assert torch.equal(torch.get_rng_state(), state), "the global random state is left alone"
+
+
+@pytest.mark.parametrize(
+    ("augmentation", "message"),
+    [
+        (Augmentation(cutout=9), "augmentation.cutout must be at most 8 for images of 10x8 pixels, got 9"),
+        (Augmentation(padding=8, border="reflect"), "padding must be below 8 to reflect images of 10x8 pixels, got 8"),
+    ],
+)
+def test_an_augmentation_larger_than_the_images_is_refused(augmentation, message):
+    split = Split(torch.zeros(2, 3, 8, 10), torch.zeros(2, dtype=torch.int64))
+    _refused(lambda: Images(split, split, 1, augmentation=augmentation), message)
 
 
 @pytest.mark.parametrize(
@@ -337,7 +351,7 @@ def test_cifar_from_an_image_folder_is_decoded_once(tmp_path, monkeypatch):
         CIFAR10(tmp_path).load()
 
 
-def test_image_folder_says_what_is_wrong_with_it(tmp_path):
+def test_image_folder_says_what_is_wrong_with_it(tmp_path, monkeypatch):
     data = ImageFolder(tmp_path, num_loaders=0)
     _refused(data.load, "train is not there; put images into")
     (tmp_path / "train").mkdir()
@@ -353,8 +367,16 @@ def test_image_folder_says_what_is_wrong_with_it(tmp_path):
         lambda: next(ahead.batches(torch.zeros(1, 1, dtype=torch.int64), 0, 0, 0)), "0.png cannot be read as an image"
     )
     good = (tmp_path / "val" / "cat" / "0000.png").read_bytes()
-    (tmp_path / "train" / "cat" / "0.png").write_bytes(good[: len(good) // 2])
-    _refused(lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image")
+    pixels = good.index(b"IDAT")
+    # Half a file; and pixels that seem to end early, so that what follows is no part of a PNG.
+    for bad in (good[: len(good) // 2], good[: pixels - 4] + (9).to_bytes(4, "big") + good[pixels:]):
+        (tmp_path / "train" / "cat" / "0.png").write_bytes(bad)
+        _refused(lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image")
+    (tmp_path / "train" / "cat" / "0.png").write_bytes(good)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 32 * 32 // 3)
+    _refused(
+        lambda: loaded.batch(torch.tensor([0]), generator(), 0), "0.png cannot be read as an image .*decompression bomb"
+    )
 
 
 def test_cifar_images_of_another_size_are_refused(tmp_path):
@@ -387,19 +409,41 @@ def _ends_while_it_loads(folder: Path, pids) -> None:
     os._exit(1)
 
 
+def _ends_as_loaders_begin(folder: Path, pids) -> None:
+    parent = os.getpid()
+
+    def begin_late() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.01)
+
+    def end() -> None:
+        while len(loaders := multiprocessing.active_children()) < 2:
+            time.sleep(0.01)
+        pids.send([loader.pid for loader in loaders])
+        os._exit(1)
+
+    base.ignore_requests = begin_late
+    threading.Thread(target=end).start()
+    data = ImageFolder(folder, sizes=((0, 8),), num_loaders=2).load()
+    next(data.batches(torch.zeros(50, 1, dtype=torch.int64), 0, 0, 0))
+
+
+@pytest.mark.parametrize("work", [_ends_while_it_loads, _ends_as_loaders_begin])
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="asks /proc which processes there are")
-def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path):
+def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path, work):
     for part in ("train", "val"):
         write_images(tmp_path / part, {"cat": 1})
     context = multiprocessing.get_context("forkserver")  # as training starts its workers
     receiver, sender = context.Pipe(duplex=False)
-    worker = context.Process(target=_ends_while_it_loads, args=(tmp_path, sender))
+    worker = context.Process(target=work, args=(tmp_path, sender))
     worker.start()
     pids = receiver.recv()
     worker.join()
     deadline = time.monotonic() + 15  # PyTorch's watchdog looks every 5 seconds
     while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
     assert len(pids) == 2 and not left
 
 
@@ -703,6 +747,19 @@ def test_one_worker_makes_a_file_and_the_others_wait_for_it():
         thread.join()
     assert len(made) == 1 and paths == ["content"] * 4
     assert cached("x", "other", lambda path: path.write_text("new")).read_text() == "new"
+
+
+def test_a_damaged_file_of_the_cache_is_named(tmp_path):
+    (tmp_path / "text").write_text("a few words\n" * 20)
+    vocabulary = subwords([tmp_path / "text"], 300)
+    encode_lines(vocabulary, tmp_path / "text")
+    (tokens,) = (tmp_path / "cache").rglob("*-tokens.pt")
+    for file in (tokens, vocabulary):  # the vocabulary is read where there are no tokens
+        file.write_bytes(b"")
+        _refused(
+            lambda: encode_lines(vocabulary, tmp_path / "text"), f"{file} in the cache is damaged .*; remove it, and it"
+        )
+        file.unlink()
 
 
 # The real thing

@@ -128,12 +128,19 @@ def _of_checkpoint(config: Any, folder: Path) -> Any:
 
     description = folder / "checkpoint.json"
     require(description.is_file(), f"{folder} is no checkpoint: it has no checkpoint.json")
-    saved = load_json_object(description)["config"]
-    recipe = saved["recipe"]
+    saved = load_json_object(description).get("config")
+    recipe = saved.get("recipe") if isinstance(saved, dict) else None
+    if not (isinstance(saved, dict) and isinstance(recipe, str)):
+        raise ValueError(
+            f"{description} is damaged: it has no config with a recipe; restore it, or test another checkpoint"
+        )
     require(
         recipe == config.recipe, f"{folder} is of the recipe {recipe}; write: thinwire train {recipe} --evaluate ..."
     )
-    return overridden(config, dict(flat({key: value for key, value in saved.items() if key != "recipe"})))
+    try:
+        return overridden(config, dict(flat({key: value for key, value in saved.items() if key != "recipe"})))
+    except ValueError as error:
+        raise ValueError(f"{description}: {error}") from None
 
 
 def _evaluate(config: Any, folder: Path) -> None:

@@ -95,14 +95,17 @@ def find(paths: Sequence[Path]) -> Found:
     Raises:
         ValueError: there is no run and no experiment.
     """
-    found = Found()
+    found, seen = Found(), set[Path]()
     for path in paths:
         if path.is_file():
             _add_consensus(path, found)
             continue
         folders = sorted(set(_run_folders(path)))
         for folder in folders:
-            _add_run(folder, found)
+            # Paths may overlap, or lead through links to the same folder.
+            if (real := folder.resolve()) not in seen:
+                seen.add(real)
+                _add_run(folder, found)
         if not folders:
             found.problems.append(Problem(path, "holds no run" if path.is_dir() else "does not exist"))
     if not found.runs and not found.consensus:
@@ -120,9 +123,6 @@ def _run_folders(path: Path) -> Iterator[Path]:
 
 def _add_run(folder: Path, found: Found) -> None:
     """Read a run's files, and note each problem."""
-    # Paths may overlap, or lead through links to the same folder.
-    if any(run.folder.resolve() == folder.resolve() for run in found.runs):
-        return
     complaints: list[str] = []
     config = _read_object(folder / "config.json", complaints)
     rows = read_rows(folder / "metrics.jsonl", complaints)

@@ -25,9 +25,14 @@ LAUNCHER = re.compile(
 
 
 def start(run: PlannedRun) -> subprocess.Popen | None:
-    """Start a run's process and append its output to its log; None if the run is already running, here or elsewhere."""
+    """Start a run's process and append its output to its log; None if the run is already running, here or elsewhere.
+
+    Raises:
+        ValueError: its files cannot be written, or the system starts no process.
+    """
     write_down(run)
-    with open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "a") as log:
+    able = able_to(f"start the run {run.folder.name}", "the same command tries again")
+    with able, open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "a") as log:
         if not locked(lock):
             return None
         print(f"{BEGINS}{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", file=log, flush=True)

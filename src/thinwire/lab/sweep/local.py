@@ -34,6 +34,7 @@ def run_locally(
 
     Raises:
         KeyboardInterrupt: after Ctrl-C, SIGTERM or SIGHUP, when all runs have ended in good order.
+        ValueError: a run cannot be started; likewise.
     """
     running: Running = []
     with _Interrupts() as interrupts:
@@ -46,11 +47,13 @@ def run_locally(
                     running += [] if process is None else [(run, process)]
             while running:
                 running = _still_running(running, watch)
-        except KeyboardInterrupt:
+        except BaseException as error:
             stop([process for _, process in running])
             for run, process in running:
                 if process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):  # maybe before the run could write it
                     write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
+            if not isinstance(error, KeyboardInterrupt):
+                raise
             raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
 
 

@@ -75,7 +75,9 @@ def write_script(runs: Sequence[PlannedRun], options: str, pack: int = 1) -> Pat
         num_runs=len(runs),
         num_jobs=jobs,
         file=shlex.quote(str(file)),
-        options="\n".join([*(f"#SBATCH --{name}={value}" for name, value in lines.items()), "#SBATCH --requeue"]),
+        options="\n".join(
+            [*(f"#SBATCH --{name}={_quoted(value)}" for name, value in lines.items()), "#SBATCH --requeue"]
+        ),
         pack=pack,
         names="\n".join(f"  {run.folder.name}" for run in runs),
         python=shlex.quote(sys.executable),
@@ -131,10 +133,14 @@ def queued(runs: Sequence[PlannedRun]) -> list[PlannedRun]:
     """The runs whose job from an earlier submission is still queued or running.
 
     Raises:
-        ValueError: SLURM is not installed here.
+        ValueError: SLURM is not installed here, or does not list its jobs.
     """
     _check_here()
     listed = subprocess.run(["squeue", "--me", "--noheader", "--array", "--format=%i"], capture_output=True, text=True)
+    why = " ".join(listed.stderr.split())
+    require(
+        listed.returncode == 0, f"squeue does not say which jobs are queued: {why}; try again, nothing was submitted"
+    )
     alive = set(listed.stdout.split())
     jobs = {run.identity: read_json(run.records / "job.json") or {} for run in runs}
     return [run for run in runs if jobs[run.identity].get("id") in alive]
@@ -152,6 +158,16 @@ def parsed_options(text: str) -> dict[str, str]:
         complete = name and equals and value
         require(bool(complete), f"--slurm takes name=value, with commas between, got {text!r}; as in {EXAMPLE}")
     return {name.strip().replace("_", "-"): value.strip() for name, _, value in pairs}
+
+
+def _quoted(value: str) -> str:
+    """A value as sbatch reads it: quotes group characters, and a backslash escapes the next one, between quotes too.
+
+    Example:
+        >>> _quoted("1:30:00"), _quoted("my runs")
+        ('1:30:00', '"my runs"')
+    """
+    return value if shlex.quote(value) == value else '"' + re.sub(r'(["\\])', r"\\\1", value) + '"'
 
 
 def _check_here() -> None:

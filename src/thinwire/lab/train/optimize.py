@@ -279,7 +279,7 @@ class Muon(Optimizer):
     """`thinwire.strategy.MuonAdamW`: PyTorch's Muon for matrices, and AdamW for embeddings and all other parameters.
 
     Raises:
-        ValueError: a value out of range, or an unknown scale.
+        ValueError: a value out of range, an unknown scale, or matrices without decay.
 
     Source: Jordan et al. 2024, Muon; Liu et al. 2025, arXiv 2502.16982; Therien et al. 2025, arXiv 2505.23725.
     """
@@ -298,6 +298,10 @@ class Muon(Optimizer):
     def __post_init__(self):
         super().__post_init__()
         require_choice("optimizer.scale", self.scale, get_args(Scale))
+        require(
+            {*self.undecayed} <= {"vectors", "norms"},
+            f"optimizer.undecayed: Muon decays all its matrices and nothing else, got {self.undecayed}; leave it out",
+        )
 
     def build(self, model: nn.Module) -> torch.optim.Optimizer:
         trained = [p for p in model.parameters() if p.requires_grad]

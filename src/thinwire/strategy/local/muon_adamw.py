@@ -65,6 +65,8 @@ class MuonAdamW(torch.optim.Optimizer):
         scale: Scale = "spectral",
     ):
         held, spared = list(params), {id(p) for p in adamw}
+        wrong = next((type(p).__name__ for p in held if not isinstance(p, torch.Tensor)), None)
+        require(wrong is None, f"MuonAdamW: params must be parameters, as of model.parameters(), got a {wrong}")
         is_matrix = [p.ndim == 2 and id(p) not in spared for p in held]
         matrices = [p for p, yes in zip(held, is_matrix, strict=True) if yes]
         others = [p for p, yes in zip(held, is_matrix, strict=True) if not yes]
@@ -85,6 +87,20 @@ class MuonAdamW(torch.optim.Optimizer):
             self._parts.append((False, torch.optim.AdamW(others, lr=lr, weight_decay=0.0, betas=betas, eps=eps)))
         groups = [group | {"is_muon": kind} for kind, part in self._parts for group in part.param_groups]
         super().__init__(groups, {})
+
+    def __getstate__(self) -> dict[str, Any]:
+        # For copies and pickles, PyTorch leaves out what a subclass adds.
+        return super().__getstate__() | {"_parts": self._parts}
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse a group of the caller's: which parameters take Muon is decided once.
+
+        Raises:
+            ValueError: always, once the optimizer is made.
+        """
+        remedy = "give it all parameters when you make it; those without a gradient stay as they are"
+        require("is_muon" in param_group, f"MuonAdamW takes no other group of parameters; {remedy}")
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -82,6 +82,15 @@ def test_the_last_checkpoints_and_the_best_are_kept(finished):
     assert described["step"] == 9 and described["row"]["test_accuracy"] == tested[9] and described["config"]["strategy"]
 
 
+def test_a_copied_run_may_have_a_folder_in_place_of_the_link_to_the_best(finished, tmp_path):
+    """`scp -r` copies what a link leads to."""
+    checkpoints = Path(shutil.copytree(finished / "checkpoints", tmp_path / "checkpoints", symlinks=False))
+    assert not (checkpoints / "best").is_symlink()
+    checkpoint.tidy(checkpoints, 9, CONFIG, "accuracy", lower_is_better=False)
+    assert os.readlink(checkpoints / "best") == os.readlink(finished / "checkpoints" / "best")
+    assert {path.name for path in checkpoints.iterdir()} == {path.name for path in (finished / "checkpoints").iterdir()}
+
+
 def test_a_killed_run_goes_on_from_its_checkpoint_as_if_nothing_had_been(begun, finished):
     config, folder = begun
     assert train(config) == folder

@@ -91,7 +91,9 @@ def test_values_are_logged_between_rows_and_cut_off_with_the_steps_that_are_take
     info = folder / "info.jsonl"
     assert [json.loads(line) for line in info.read_text().splitlines()] == wanted
     assert not any("step_squared" in row for row in rows_of(folder))
-    MetricsWriter(folder, done=5).close()  # a resumed run
+    with info.open() as before:
+        MetricsWriter(folder, done=5).close()  # a resumed run
+        assert len(before.readlines()) == 2  # replaced as a whole: one that is killed meanwhile loses nothing
     assert [json.loads(line)["step"] for line in info.read_text().splitlines()] == [3]
 
 

@@ -20,6 +20,7 @@ from unittest import mock
 
 import pytest
 import torch
+from determinism import background_load, differences, dirty_memory, read_rows, unfinite
 from helpers import tiny
 from helpers.interruptions import NEVER
 from helpers.spawn import spawn
@@ -34,10 +35,6 @@ from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.step.steps import course, steps
 from thinwire.lab.train.step.training import Training, random_state
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
-
-from determinism import background_load, differences, dirty_memory, read_rows, unfinite  # noqa: E402
 
 SPARSE = "Mean(chain(TopK(0.05), QSGD(bits=4)), ErrorFeedback())"
 STRATEGIES = {

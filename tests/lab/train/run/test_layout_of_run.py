@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from helpers.command import thinwire
 
-from thinwire.comm import Layout
+from thinwire.comm import Layout, LocalWorld
 from thinwire.lab.recipes import recipes
-from thinwire.lab.train.run.layout import LAYOUT_FILE
+from thinwire.lab.train.run.layout import LAYOUT_FILE, layout_of_run
+from thinwire.lab.train.shared_errors import SharedError
 
 RUN = ["digits", "--workers", 2, "--epochs", 1, "--name", "laid-out", "--measure-lines"]
 OPTIONS = [
@@ -37,6 +39,21 @@ def test_a_resumed_run_keeps_its_layout_and_its_memory(tmp_path):
     again = thinwire("train", *RUN, *OPTIONS, "--resume", cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert "measurement" not in again.stderr and json.loads((folder / LAYOUT_FILE).read_text()) == kept
+
+
+@pytest.mark.parametrize(
+    "text", ['{"order"', '{"order": [1, 0]}', '{"order": [1, 1], "workers_per_node": 1, "shares": []}']
+)
+def test_a_damaged_layout_is_one_error_on_all_workers(tmp_path, text):
+    (tmp_path / LAYOUT_FILE).write_text(text)
+    config = replace(recipes()["digits"].config, resume=True)
+
+    def error(comm):
+        with pytest.raises(SharedError, match=r"worker 0: .*layout\.json is damaged \(.*; restore the file"):
+            layout_of_run(config, tmp_path, comm)
+        return True
+
+    assert LocalWorld(2, timeout_seconds=5).run(error) == [True, True]
 
 
 @pytest.mark.parametrize("field", [{"network": "1gbit,1ms"}, {"transport": "mpi"}, {"elastic": True}])

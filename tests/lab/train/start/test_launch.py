@@ -19,11 +19,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import netlab
 import psutil
 import pytest
 import torch
 import torch.distributed as dist
 from helpers.command import started, thinwire
+from helpers.lab import needs_lab
 from helpers.program import Program, wait_until, workers_of
 
 from thinwire.comm import CommunicationError, notice
@@ -32,9 +34,6 @@ from thinwire.lab.train.run.interrupt import Interrupted
 from thinwire.lab.train.start import connect, elastic_tasks, launch, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
-
-sys.path.insert(0, str(Path(__file__).parents[4] / "benchmarks"))
-import netlab  # noqa: E402
 
 THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
 TRAIN = (
@@ -47,18 +46,6 @@ TRAIN = (
     "--strategy",
     "Gradients(Mean(TopK(0.01), ErrorFeedback()))",
 )
-
-
-def _why_no_lab() -> str | None:
-    try:
-        netlab.require_privileges()
-        with netlab.Lab(1, "1gbit"):
-            return None
-    except netlab.LabError as error:
-        return str(error)
-
-
-WHY_NO_LAB = _why_no_lab()
 
 
 def ended(processes: list[Program]) -> list[str]:
@@ -91,7 +78,7 @@ def undisturbed(tmp_path_factory):
     return final(folder / "runs" / "alone")
 
 
-@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, two nodes are not tested: {WHY_NO_LAB}")
+@needs_lab("two nodes are")
 def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
     with ExitStack() as stack:
         lab = stack.enter_context(netlab.Lab(hosts=2, line="1gbit"))
@@ -124,7 +111,7 @@ except RuntimeError as error:
 """
 
 
-@pytest.mark.skipif(WHY_NO_LAB is not None, reason=f"NO NETWORK LAB HERE, filters are not tested: {WHY_NO_LAB}")
+@needs_lab("filters are")
 def test_behind_a_filter_that_drops_packets_gloo_takes_one_time_limit(capfd):
     """It waits five limits of a group for a connection. The store is reached by another interface."""
     limit = 6.0

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from ....algorithm import require
 from ....options import require_choice, require_integer
 
 BORDERS = ("zeros", "reflect")
@@ -37,6 +38,17 @@ class Augmentation:
         for name in ("padding", "cutout"):
             require_integer(f"augmentation.{name}", getattr(self, name), 0)
         require_choice("augmentation.border", self.border, BORDERS)
+
+    def check(self, height: int, width: int) -> None:
+        """Check that it suits images of this size.
+
+        Raises:
+            ValueError: a cutout or a mirrored border that is larger than they are.
+        """
+        images, side = f"images of {width}x{height} pixels", min(height, width)
+        require(self.cutout <= side, f"augmentation.cutout must be at most {side} for {images}, got {self.cutout}")
+        fits = self.border != "reflect" or self.padding < side
+        require(fits, f"augmentation.padding must be below {side} to reflect {images}, got {self.padding}")
 
     def before(self, images: Tensor, generator: torch.Generator) -> Tensor:
         """Crop and flip the stored pixels."""

@@ -24,10 +24,12 @@ contiguous, ascending range, and the state for the first batch of an epoch is No
 from __future__ import annotations
 
 import hashlib
+import os
 import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -269,7 +271,7 @@ def loaded(make: Callable[[int], Batch], numbers: Sequence[int], num_loaders: in
         sampler=numbers,
         num_workers=num_loaders,
         collate_fn=lambda item: item,  # PyTorch's own makes lists of tuples
-        worker_init_fn=ignore_requests,
+        worker_init_fn=partial(_begin, os.getpid()),
         # Forked loaders start at once. PyTorch's watchdog ends them within seconds after their parent. Loaders of a fork
         # server, the worker's own start method, would outlive it.
         multiprocessing_context="fork",
@@ -280,6 +282,14 @@ def loaded(make: Callable[[int], Batch], numbers: Sequence[int], num_loaders: in
         if isinstance(item, ValueError):
             raise item
         yield item
+
+
+def _begin(parent: int, place: int) -> None:
+    """Begin a loader process of this parent."""
+    ignore_requests()
+    # PyTorch's watchdog, which begins next, takes the present parent for the right one.
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,22 @@ def cached_tensors(name: str, made_from: str, make: Callable[[], Any]) -> Any:
     They are mapped from the file, so all workers of a machine share the memory.
     """
     path = cached(name, made_from, lambda path: torch.save(make(), path))
-    return torch.load(path, weights_only=True, mmap=True)
+    with reading(path):
+        return torch.load(path, weights_only=True, mmap=True)
+
+
+@contextmanager
+def reading(path: Path) -> Iterator[None]:
+    """Context in which a cached file is read.
+
+    Raises:
+        ValueError: it is damaged, as one may be after the machine went down.
+    """
+    try:
+        yield
+    except Exception as error:  # of PyTorch's reader or another package's
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        raise ValueError(f"{path} in the cache is damaged ({reason}); remove it, and it is made anew") from error
 
 
 def fingerprint(paths: list[Path]) -> str:

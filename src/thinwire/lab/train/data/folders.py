@@ -91,6 +91,6 @@ def open_image(path: Path) -> Iterator[Image.Image]:
     try:
         with Image.open(path) as image:
             yield image
-    except OSError as error:
+    except (OSError, SyntaxError, Image.DecompressionBombError) as error:  # as Pillow raises them
         reason = str(error).splitlines()[0]
         raise ValueError(f"{path} cannot be read as an image ({reason}); replace or remove it") from error

@@ -20,6 +20,9 @@ class Images(Dataset):
         num_classes: how many classes there are.
         mean, std: of each channel, in the units of the stored pixels; batches are standardised by them.
         augmentation: what is random about training images.
+
+    Raises:
+        ValueError: a cutout or a mirrored border that is larger than the images.
     """
 
     metric_names = ("loss", "accuracy", "top5_accuracy")
@@ -33,6 +36,7 @@ class Images(Dataset):
         std: tuple[float, ...] = (1.0,),
         augmentation: Augmentation = Augmentation(padding=0, flip=False),
     ):
+        augmentation.check(*train.inputs.shape[2:])
         self._train, self._test, self._augmentation = train, test, augmentation
         self.num_classes, self.num_examples, self.labels = num_classes, len(train.labels), train.labels
         self._mean, self._std = (torch.tensor(values).view(1, -1, 1, 1) for values in (mean, std))

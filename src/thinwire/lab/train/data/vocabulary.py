@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ....algorithm import require
-from .cache import cached, cached_tensors, fingerprint
+from .cache import cached, cached_tensors, fingerprint, reading
 
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
 """First entries of every subword vocabulary; their places are the ids PAD, BOS, EOS and UNK of the Transformer."""
@@ -115,7 +115,8 @@ def load_subwords(path: Path):
     """The tokenizer of a file that `subwords` returned."""
     from tokenizers import Tokenizer
 
-    return Tokenizer.from_file(str(path))
+    with reading(path):
+        return Tokenizer.from_file(str(path))
 
 
 def encode_lines(vocabulary: Path, text: Path) -> Ragged:

@@ -34,7 +34,6 @@ import math
 import os
 import shutil
 import uuid
-import zipfile
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -49,6 +48,7 @@ from ..config import RunConfig
 from ..results.meter import Meter
 from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
+from ..state_files import damaged_file, read_state
 from ..step.steps import START, Position
 from ..step.training import Training
 
@@ -162,6 +162,9 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str, lower_is_bette
         # A run that was killed here may have left it.
         link.unlink(missing_ok=True)
         link.symlink_to(best.name)
+        if (folder / "best").is_dir() and not (folder / "best").is_symlink():
+            # Of a copied run: `scp -r` makes a folder of a link.
+            shutil.rmtree(folder / "best")
         # In one step: a reader always finds a link.
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
@@ -251,7 +254,7 @@ def describe(path: Path) -> dict[str, Any]:
         return {"digests": None} | description | {"origin": origin}
     except (OSError, ValueError, KeyError, TypeError) as error:
         reason = f"it has no {error}" if isinstance(error, KeyError) else error
-        raise _damaged(path / "checkpoint.json", reason) from error
+        raise damaged_file(path / "checkpoint.json", reason) from error
 
 
 def _is_count(value: Any) -> bool:
@@ -362,12 +365,14 @@ def _read_all(path: Path, comm: Communicator, started: Sequence[int]) -> _Found:
         stays = comm.number in here and (set(here) == set(started) or len(numbers) == len(started))
         owners, among = ([comm.number], (0, 1)) if stays else (here, (started.index(comm.number), len(started)))
         if not here:
-            raise _damaged(_part(path, comm.number), "the part of no worker is there")
+            raise damaged_file(_part(path, comm.number), "the part of no worker is there")
     elif len(numbers) == comm.size:
         owners, among = [numbers[comm.rank]], None
     else:
         owners, among = numbers, (comm.rank, comm.size)
-    return _Found(description, _read(path / "shared.pt"), [_read(_part(path, owner)) for owner in owners], among)
+    return _Found(
+        description, read_state(path / "shared.pt"), [read_state(_part(path, owner)) for owner in owners], among
+    )
 
 
 def _restore(path: Path, found: _Found, training: Training, meter: Meter, comm: Communicator) -> None:
@@ -410,19 +415,3 @@ def set_aside(folder: Path, mistakes: dict[str, str], used: str) -> None:
             f"{mistakes[names[0]]}; the run goes on from {used}, and {', '.join(names)} "
             f"{'is' if len(names) == 1 else 'are'} kept as damaged-..."
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:  # PyTorch itself compares no checksums
-            wrong = archive.testzip()
-        require(wrong is None, f"checksum of {wrong}")
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        require(isinstance(state, dict), f"expected a dictionary, got {type(state).__name__}")
-        return state
-    except Exception as error:
-        raise _damaged(path, error) from error
-
-
-def _damaged(path: Path, reason: object) -> ValueError:
-    return ValueError(f"{path} is missing, truncated or damaged ({' '.join(str(reason).split())[:200]})")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from ....algorithm import require
@@ -12,6 +11,7 @@ from ....comm import Communicator
 from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Dataset, load
+from ..state_files import damaged_file, read_state
 
 
 def evaluate(
@@ -58,14 +58,17 @@ def evaluate_checkpoint(config: RunConfig, folder: Path) -> dict[str, float]:
         folder: the checkpoint, such as `runs/digits/checkpoints/best`.
 
     Raises:
-        ValueError: the folder is no checkpoint, or its model is another one than the configuration's.
+        ValueError: the folder is no checkpoint, it is damaged, or its model is another one than the configuration's.
     """
     file = folder / "shared.pt"
     require(file.is_file(), f"{folder} is no checkpoint: it has no shared.pt; give a folder such as checkpoints/best")
+    state = read_state(file).get("model")
+    if not isinstance(state, dict):
+        raise damaged_file(file, "it has no model")
     data = load(config.data)
     model = config.model.build(data.num_classes)
     try:
-        model.load_state_dict(torch.load(file, map_location="cpu", weights_only=True)["model"])
+        model.load_state_dict(state)
     except RuntimeError as error:
         raise ValueError(f"{file} is not of this model: {error}") from None
     sums = data.evaluate(model, 0, 1, config.test_batch_size)

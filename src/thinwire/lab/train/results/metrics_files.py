@@ -94,7 +94,9 @@ class MetricsWriter:
         self._begin(read_rows(self._path, done))
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
         if self._info_path.exists():
-            self._info_path.write_text("".join(json.dumps(row) + "\n" for row in info))
+            unfinished = folder / "info.jsonl.tmp"  # a run that is killed here keeps the old file
+            unfinished.write_text("".join(json.dumps(row) + "\n" for row in info))
+            os.replace(unfinished, self._info_path)
         # TensorBoard hides what was logged after the checkpoint, because those steps come again.
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
