@@ -302,3 +302,26 @@ def test_float64_gradients_are_averaged_in_float32():
     first, second = tw.LocalWorld(2).run(worker)
     assert first.dtype == torch.float64 and torch.equal(first, second)
     assert first.item() == first.float().item() == pytest.approx(5 / 6, rel=2e-7)
+
+
+def in_one_backward(comm, exchange, shared):
+    """Two models whose gradients one backward pass makes, over one communicator or over two."""
+    torch.manual_seed(0)
+    a, b = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8)
+    averager = tw.Mean(tw.QSGD(bits=4), exchange=exchange)
+    for model in (a, b):
+        tw.Gradients(averager, bucket_bytes=64).attach(model, comm=comm if shared else None)
+    for step in range(3):
+        x = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+        (a(x) + b(x)).square().mean().backward()
+    return torch.cat([p.grad.reshape(-1) for model in (a, b) for p in model.parameters()])
+
+
+def test_two_strategies_may_share_a_communicator_in_one_backward_pass_if_each_sends_at_once():
+    for together, apart in zip(
+        *(spawn(2, in_one_backward, "all_gather", shared) for shared in (True, False)), strict=True
+    ):
+        assert torch.equal(together, apart)
+    with pytest.raises(ValueError, match="QSGD.* sends several messages one after the other; leave comm out"):
+        spawn(2, in_one_backward, "scatter_reduce", True)
+    spawn(2, in_one_backward, "scatter_reduce", False)

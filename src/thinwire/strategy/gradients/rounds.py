@@ -22,10 +22,12 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import Tensor
 
+from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...comm import CommunicationError, Communicator, Handle
 from ...streams import WorkStream, has_streams, refuse_capture
@@ -33,6 +35,7 @@ from ..model.shards import Replica
 from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
 from ..transaction import Transaction
 
+_OVER: WeakKeyDictionary[Communicator, WeakSet[GradientRounds]] = WeakKeyDictionary()
 Bucket = tuple[NamedTensors, "torch.futures.Future[Tensor]", Tensor]
 
 
@@ -63,6 +66,8 @@ class GradientRounds:
     ):
         self._averager, self._state, self._comm, self._scaler, self._order = averager, state, comm, scaler, order
         self._nonfinite, self._shards, self._transaction = nonfinite, shards, transaction
+        _OVER.setdefault(comm, WeakSet()).add(self)
+        self._graph_task = -1
         self._finisher = comm.background("thinwire-finish")
         self._work = WorkStream(torch.device("cpu"))  # until the first bucket tells the device
         self._device = torch.device("cpu")
@@ -124,6 +129,8 @@ class GradientRounds:
             self._work.join()
             self._kept.clear()
             self._averager.discard(self._state)
+        self._graph_task = torch._C._current_graph_task_id()
+        self._require_order()
         self._comm.round_thread.drain()  # of other strategies
         healed = self._transaction.begin()
         if device != self._device:
@@ -134,6 +141,17 @@ class GradientRounds:
         self._culprit, self.skips = None, False
         # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def _require_order(self) -> None:
+        """Raise a ValueError if another strategy averages gradients of this backward pass over the same communicator, and one
+        of them goes on sending in its finishing thread: the order of their messages could differ between workers."""
+        others = [r for r in _OVER[self._comm] if r is not self and r._graph_task == self._graph_task != -1]
+        for rounds in (others and [self, *others]) or ():
+            require(
+                not rounds._averager.sends_while_waiting(rounds._state),
+                f"two strategies average gradients of one backward pass over one communicator, and {rounds._averager} sends "
+                "several messages one after the other; leave comm out, so that each strategy has a communicator of its own",
+            )
 
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
