@@ -151,6 +151,25 @@ def test_subgroups_count_ranks_of_their_own():
     assert spawn(4, in_subgroups) == [[0, 2, 2, 2], [1, 3, 4, 3], [0, 2, 2, 2], [1, 3, 4, 3]]
 
 
+def in_unequal_numbers_of_groups(comm) -> list:
+    """Rank 0 is in more groups than rank 2 with which it makes others, some after one was destroyed."""
+    dist.new_group([0, 1])
+    group, before = dist.new_group([0, 2]), len(dist.distributed_c10d._world.pg_map)
+    if comm.rank == 1:
+        return []
+    found = []
+    for _ in range(2):
+        with ProcessGroupCommunicator(group) as first, first.reordered([1, 0]) as second:
+            found += [torch.cat(one.all_gather(torch.tensor([comm.rank])).wait()).tolist() for one in (first, second)]
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    return found
+
+
+def test_members_of_a_subgroup_may_be_in_different_numbers_of_groups():
+    in_both_orders = [[0, 2], [2, 0]] * 2
+    assert spawn(3, in_unequal_numbers_of_groups, comm_timeout_seconds=10) == [in_both_orders, [], in_both_orders]
+
+
 def default_group_destroyed_first(comm, again: bool) -> None:
     comm.all_reduce(torch.ones(1)).wait()
     dist.destroy_process_group()

@@ -192,6 +192,18 @@ class TcpCommunicator(Communicator):
         comm._join(self._meeting)
         return comm
 
+    def reordered(self, order: Sequence[int]) -> TcpCommunicator:
+        """`another`, in which rank r is this one's rank `order[r]`."""
+
+        def gather(own: Any) -> list[Any]:
+            told = self.gather_objects(own)
+            return [told[rank] for rank in order]
+
+        comm = type(self).__new__(type(self))
+        comm.global_ranks = [self.global_ranks[rank] for rank in order] if self.global_ranks else ()
+        comm._join(self._meeting._replace(rank=order.index(self.rank), gather=gather))
+        return comm
+
     def counts(self, peer: int) -> Counts:
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
         return self._engine.counts(peer)
