@@ -138,6 +138,25 @@ def test_sums_are_taken_in_rank_order(size):
             assert any(torch.equal(expected, total) for total in worker[1::2])
 
 
+@pytest.mark.parametrize(
+    ("parts", "out", "message"),
+    [
+        ([], torch.ones(3), "expects one tensor per worker, 1, got 0"),
+        ([torch.ones(3)], torch.ones(2), "expects a result as large as the own part, 3 elements, got 2"),
+        (
+            [torch.ones(3)],
+            torch.ones(3).int(),
+            r"expects parts and a result of one dtype, got torch.float32, torch.int32",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_the_result_are_refused(parts, out, message):
+    with TcpCommunicator.from_store(dist.HashStore(), 0, 1) as comm:
+        with pytest.raises(ValueError, match=f"rank 0: reduce_scatter {message}"):
+            comm.reduce_scatter(parts, out)
+        assert not comm.ledger.collectives
+
+
 # ---- connections that are lost ----
 
 
@@ -163,6 +182,28 @@ def waits_long(comm) -> list[str]:
     threading.Timer(2.0, setattr, (comm._connections, "_dial", dial)).start()
     comm.barrier()
     return lines
+
+
+def waits_after_another_has_ended(comm) -> list[str]:
+    """Rank 2 closes its communicator, and rank 1 lets rank 0 wait."""
+    retire()
+    endpoint.LATE_SECONDS = 0.2
+    lines = logged()
+    if comm.rank == 2:
+        comm.close()
+        return []
+    wait_until(lambda: not comm.counts(2).connections, "the end of rank 2's connections")
+    if comm.rank == 1:
+        time.sleep(2.0)
+    comm.exchange({1 - comm.rank: torch.ones(1)}, {1 - comm.rank: torch.ones(1)}).wait()
+    return lines
+
+
+def test_a_worker_does_not_wait_for_one_that_has_ended():
+    said = run_tcp(3, waits_after_another_has_ended)[0]
+    assert [line.partition(" (")[0] for line in said] == [
+        "rank 0 waits for messages for more than 0.2 seconds: another worker is late, or a line is slow"
+    ]
 
 
 def unreachable(peer: int):

@@ -110,6 +110,24 @@ def all_to_all_sizes(
     return sizes
 
 
+def parts(comm: Communicator, operation: str, values: list[Tensor], out: Tensor) -> None:
+    """A tensor for each worker, the own one as large as the result; all of one dtype."""
+    for value in (*values, out):
+        tensor(comm, operation, value)
+    if len(values) != comm.size:
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects one tensor per worker, {comm.size}, got {len(values)}."
+        )
+    if len({value.dtype for value in (*values, out)}) > 1:
+        dtypes = ", ".join(str(value.dtype) for value in (*values, out))
+        raise ValueError(f"rank {comm.rank}: {operation} expects parts and a result of one dtype, got {dtypes}.")
+    if values[comm.rank].numel() != out.numel():
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects a result as large as the own part, {values[comm.rank].numel()} elements, "
+            f"got {out.numel()}."
+        )
+
+
 def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int, ranks: Sequence[int]) -> None:
     if len(sizes) != len(ranks) or min(sizes) < 0:
         raise ValueError(f"rank {comm.rank}: {operation} expects {len(ranks)} sizes, one per worker, got {sizes}.")

@@ -246,8 +246,7 @@ class TcpCommunicator(Communicator):
             out: as large as the own part; it may be that part.
             reduction: see `reduce`.
         """
-        for tensor in (*parts, out):
-            check.tensor(self, "reduce_scatter", tensor)
+        check.parts(self, "reduce_scatter", parts, out)
         sent = sum(check.num_bytes(part) for part in self._others(parts).values())
         received = (self.size - 1) * check.num_bytes(out)
         start = partial(self._start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
