@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from helpers.program import programs, wait_until
 from helpers.spawn import logged, retire, run_tcp, spawn
 
 from thinwire.comm import CommunicationError, transport
+from thinwire.comm.store import gathering
 from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
 from thinwire.comm.tcp.connections import Place
 from thinwire.comm.transport import connect
@@ -67,6 +69,21 @@ def test_who_does_not_come_to_the_store_is_named():
         CommunicationError, match=r"rank 1: ranks \[0, 2\] did not come to the store within 0.2 seconds"
     ):
         TcpCommunicator.from_store(dist.HashStore(), 1, 3, timeout_seconds=0.2)
+
+
+def test_a_meeting_in_which_one_waited_in_vain_fails_for_all_and_the_next_one_succeeds():
+    """Who came later took what the other one had left, and their meetings never matched again."""
+    store = dist.HashStore()
+    gather = [gathering(store, rank, 2, seconds) for rank, seconds in enumerate((0.1, 60.0))]
+    for one, rank in zip(gather, range(2), strict=True):
+        with pytest.raises(
+            CommunicationError, match=rf"rank {rank}: ranks \[1\] did not come to the store within 0.1 seconds"
+        ):
+            one(f"first of {rank}")
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(gather[1], "b")
+        wait_until(lambda: store.check(["thinwire/2/1"]), "rank 1 in the store")
+        assert gather[0]("a") == late.result() == ["a", "b"]
 
 
 @pytest.mark.parametrize(
