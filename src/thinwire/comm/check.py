@@ -43,6 +43,12 @@ def tensor(comm: Communicator, operation: str, value: Any) -> None:
             f"Pass tensor.{'contiguous' if value.layout == torch.strided else 'to_dense'}(), and copy the result back where "
             "it is in place."
         )
+    if value.is_conj() or value.is_neg():
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects a tensor whose memory has its values, got a "
+            f"{'conjugate' if value.is_conj() else 'negative'} view. Pass tensor.resolve_conj().resolve_neg(), and copy the "
+            "result back where it is in place."
+        )
 
 
 def summable(comm: Communicator, value: Any) -> None:
