@@ -344,6 +344,23 @@ def test_a_fork_cannot_use_it():
     assert run_tcp(2, in_a_fork) == ["42", "42"]
 
 
+def fails_while_another_is_silent(comm) -> float:
+    """Seconds until an error has left the communicator of rank 0, while an operation waits for rank 1."""
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    with pytest.raises(ZeroDivisionError), TcpCommunicator(timeout_seconds=60.0) as own:
+        if comm.rank == 0:
+            own.all_reduce(torch.ones(3, 1000))
+        else:
+            store.wait(["rank 0 has failed"])
+        raise ZeroDivisionError
+    store.set(f"rank {comm.rank} has failed", "")
+    return time.monotonic() - began
+
+
+def test_an_error_waits_for_no_other_worker():
+    assert max(spawn(3, fails_while_another_is_silent)) < 30  # half of the time limit
+
+
 def forgets_to_close(store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     comm = TcpCommunicator()

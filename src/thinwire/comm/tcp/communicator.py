@@ -95,7 +95,6 @@ class TcpCommunicator(Communicator):
     """
 
     limit_seconds = math.inf
-    _close_seconds = math.inf
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class TcpCommunicator(Communicator):
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
-            self._close_within(CLOSE_SECONDS)
+            self.abandon()
             raise
         # What connecting took is no traffic of the run.
         self.ledger = Ledger(self.size)
@@ -290,20 +289,21 @@ class TcpCommunicator(Communicator):
         for peer in range(self.size):
             if peer != self.rank:
                 self._engine.lose(peer, reason)
-        self._close_within(0.0)
-
-    def __exit__(self, kind: object = None, *exception: object) -> None:
-        self._close_within(math.inf if kind is None else CLOSE_SECONDS)
-
-    def _close_within(self, seconds: float) -> None:
-        self._close_seconds = seconds
-        self.close()
+        self._end(partial(self._hang_up, 0.0))
 
     def _close(self) -> None:
         self._later.close()
         # What follows on earlier messages still needs the endpoint.
         self._later.join()
-        self._endpoint.close(self._close_seconds)
+        self._hang_up(math.inf)
+
+    def _abandon(self) -> None:
+        self._hang_up(CLOSE_SECONDS)
+
+    def _hang_up(self, seconds: float) -> None:
+        self._later.close()
+        self._endpoint.close(seconds)  # what is under way fails
+        self._later.join()
         self._tagged.close()
 
     # ---- issuing ----
