@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -210,7 +211,9 @@ def wait_over_gloo(rank, store):
 
 def wait_in_an_elastic_round(rank, store):
     groups_of_round = groups.GlooGroups(timedelta(seconds=60), on_gpus=False)
-    with mock.patch.object(groups, "store_at", lambda place, limit: dist.PrefixStore(place, store)):
+    with mock.patch.object(
+        groups, "store_at", lambda place, limit: contextlib.nullcontext(dist.PrefixStore(place, store))
+    ):
         groups_of_round.connect("round", rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 
