@@ -171,6 +171,23 @@ def test_members_of_a_subgroup_may_be_in_different_numbers_of_groups():
     assert spawn(3, in_unequal_numbers_of_groups, comm_timeout_seconds=10) == [in_both_orders, [], in_both_orders]
 
 
+def fails_while_another_is_silent(comm) -> float:
+    """Seconds until an error has left the communicator of rank 0, whose thread waits for the size of what rank 1 has."""
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    if comm.rank == 1:
+        store.wait(["rank 0 has failed"], timedelta(seconds=100))
+        return 0.0
+    with pytest.raises(ZeroDivisionError), comm:
+        comm.all_gather(torch.ones(3), variable=True)
+        raise ZeroDivisionError
+    store.set("rank 0 has failed", "")
+    return time.monotonic() - began
+
+
+def test_an_error_waits_for_no_other_worker():
+    assert spawn(2, fails_while_another_is_silent)[0] < 30  # half of the time limit
+
+
 def default_group_destroyed_first(comm, again: bool) -> None:
     comm.all_reduce(torch.ones(1)).wait()
     dist.destroy_process_group()

@@ -68,6 +68,16 @@ def test_a_subgroup_is_not_split_off_the_default_group(monkeypatch, ranks, split
         dist.destroy_process_group()
 
 
+def test_mpi_has_no_store_where_a_subgroup_could_meet(monkeypatch):
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    try:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+        with pytest.raises(ValueError, match=r"over fake all ranks are connected, and no subgroup, got \[0, 2\]"):
+            process_group.group_over([0, 2], dist.group.WORLD, 10.0)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_what_loads_a_state_takes_it_into_main_memory():
     """A state was saved on the GPU of another worker, where a tensor would come back, with a context of its own."""
     calls = []

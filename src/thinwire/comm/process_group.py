@@ -42,6 +42,7 @@ from .side_streams import SideStreams
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
+GRACE_SECONDS = 2.0  # after an error, for what is being started
 SLOT_MULTIPLE = 16  # bytes, so that messages in slots are aligned
 MOST_PADDING = 8  # slots of one size pad messages by up to an eighth; beyond that each worker sends its own size
 
@@ -117,12 +118,13 @@ class ProcessGroupCommunicator(Communicator):
                 dist.destroy_process_group(self._group)
 
     def _abandon(self) -> None:
-        if "nccl" not in self._backends.values():
-            self._close()
-            return
-        # Over NCCL the thread may wait for others, and so would the end of the group, which is left to that of the process.
         self._issuer.close()
-        self._hang_up()
+        # The thread may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
+        is_over_nccl = "nccl" in self._backends.values()
+        if is_over_nccl or not self._issuer.join(GRACE_SECONDS):
+            self._hang_up()
+        if not is_over_nccl:
+            self._close()
 
     # ---- issuing ----
 
@@ -279,6 +281,9 @@ def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float
         ranks: global ranks.
         like: a group of the same backend.
         timeout_seconds: of its operations.
+
+    Raises:
+        ValueError: the backend has no store, as MPI, and these are not all ranks.
     """
     world, limit = dist.group.WORLD, timedelta(seconds=timeout_seconds)
     assert world is not None, "torch.distributed is initialised"
@@ -291,6 +296,10 @@ def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float
             group = dist.new_group(ranks, limit, backend)
         return group
     store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
+    if store is None:
+        raise ValueError(
+            f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
+        )
     number = store.add(f"thinwire/{members}/{world.rank()}", 1)
     with _MAKING_GROUP, _without_device(world):
         group, _ = c10d._new_process_group_helper(
