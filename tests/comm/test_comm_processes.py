@@ -171,6 +171,24 @@ def test_members_of_a_subgroup_may_be_in_different_numbers_of_groups():
     assert spawn(3, in_unequal_numbers_of_groups, comm_timeout_seconds=10) == [in_both_orders, [], in_both_orders]
 
 
+def constructs_alone(comm) -> str:
+    group, store = dist.new_group([0, 2]), dist.distributed_c10d._get_default_store()
+    if comm.rank:
+        store.wait(["rank 0 has failed"], timedelta(seconds=100))
+        return ""
+    with pytest.raises(CommunicationError) as raised:
+        ProcessGroupCommunicator(group, 0.5)
+    store.set("rank 0 has failed", "")
+    return str(raised.value)
+
+
+def test_an_error_says_which_ranks_have_to_construct_one():
+    """It was: Wait timeout."""
+    said = spawn(3, constructs_alone)[0]
+    assert said.startswith("global rank 0: ranks [0, 2] did not connect ("), said
+    assert said.endswith("). Construct a communicator on all of them, in the same order."), said
+
+
 def fails_while_another_is_silent(comm) -> float:
     """Seconds until an error has left the communicator of rank 0, whose thread waits for the size of what rank 1 has."""
     store, began = dist.distributed_c10d._get_default_store(), time.monotonic()

@@ -62,6 +62,7 @@ class ProcessGroupCommunicator(Communicator):
     Raises:
         ValueError: when torch.distributed is not initialised, this process is not in `group`, or a mesh has several
             dimensions.
+        CommunicationError: the ranks did not connect in time.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -284,28 +285,34 @@ def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float
 
     Raises:
         ValueError: the backend has no store, as MPI, and these are not all ranks.
+        CommunicationError: the ranks did not connect in time.
     """
     world, limit = dist.group.WORLD, timedelta(seconds=timeout_seconds)
     assert world is not None, "torch.distributed is initialised"
     # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
     names = set(_backends_of(like).values())
     backend = names.pop() if len(names) == 1 else dist.get_backend_config(like)
-    group: dist.ProcessGroup
-    if ranks == list(range(world.size())):
-        with _MAKING_GROUP:
-            group = dist.new_group(ranks, limit, backend)
-        return group
-    store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
-    if store is None:
-        raise ValueError(
-            f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
-        )
-    number = store.add(f"thinwire/{members}/{world.rank()}", 1)
-    with _MAKING_GROUP, _without_device(world):
-        group, _ = c10d._new_process_group_helper(
-            *(len(ranks), ranks.index(world.rank()), ranks, dist.Backend(backend), store, f"{members}-{number}"),
-            timeout=limit,
-        )
+    try:
+        if ranks == list(range(world.size())):
+            with _MAKING_GROUP:
+                group: dist.ProcessGroup = dist.new_group(ranks, limit, backend)
+            return group
+        store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
+        if store is None:
+            raise ValueError(
+                f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
+            )
+        number = store.add(f"thinwire/{members}/{world.rank()}", 1)
+        with _MAKING_GROUP, _without_device(world):
+            group, _ = c10d._new_process_group_helper(
+                *(len(ranks), ranks.index(world.rank()), ranks, dist.Backend(backend), store, f"{members}-{number}"),
+                timeout=limit,
+            )
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"global rank {world.rank()}: ranks {ranks} did not connect ({reason_of(error)}). Construct a communicator on "
+            "all of them, in the same order."
+        ) from error
     c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
     return group
 
