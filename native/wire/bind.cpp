@@ -13,7 +13,6 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
-#include <cstring>
 #include <thread>
 
 #include "engine.hpp"
@@ -100,8 +99,11 @@ struct Stream {
                 }
             }
             if (error == 0) return count;
-            if (error != EAGAIN) {
-                PyErr_SetString(PyExc_ConnectionError, error == EPROTO ? session->error().c_str() : std::strerror(error));
+            if (error == EPROTO) {
+                PyErr_SetString(PyExc_ConnectionError, session->error().c_str());
+            } else if (error != EAGAIN) {
+                errno = error;
+                PyErr_SetFromErrno(PyExc_OSError);  // a ConnectionResetError, where the peer has hung up
             } else if (seconds <= 0) {
                 PyErr_SetString(PyExc_BlockingIOError, "the socket has to be waited for");
             } else if (is_late) {

@@ -1092,10 +1092,14 @@ void Engine::leave(Connection& c, const std::string& what) {
 }
 
 void Engine::lose_one(Peer& peer, const std::string& reason) {
-    if (peer.gone.empty()) peer.gone = reason;
+    bool is_news = peer.gone.empty();
+    if (is_news) peer.gone = reason;
     if (is_channel_) return fail(peer, peer.gone);
     for (auto& c : peer.connections) drop(*c);
     check_gone(peer);
+    if (!is_news || !failure_.empty()) return;
+    events_.push_back({Event::kGone, peer.rank, 0});
+    events_ready_.notify_all();
 }
 
 // A peer that is gone fails the operations that need it.

@@ -225,7 +225,10 @@ std::string Session::peer_name() const {
 ssize_t Session::send(const iovec* pieces, int count) {
     if (!push()) return -1;
     reads_ = true;
-    if (!open()) return has_ended_ ? broken() : -1;
+    if (!open()) {
+        if (has_ended_ && error_.empty()) errno = ECONNRESET;
+        return -1;
+    }
     size_t taken = 0, filled = 0;
     for (int i = 0; i < count; ++i) {
         auto from = static_cast<const uint8_t*>(pieces[i].iov_base);
@@ -319,7 +322,7 @@ bool Session::seal(const uint8_t* bytes, size_t count) {
 }
 
 ssize_t Session::broken() {
-    if (error_.empty()) error_ = has_ended_ ? "the connection has ended" : last_error();
+    if (error_.empty()) error_ = last_error();
     errno = EPROTO;
     return -1;
 }

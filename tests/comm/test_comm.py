@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.program import wait_until
 from helpers.spawn import WORLDS
 
 from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator, process_group
@@ -270,6 +271,11 @@ MISTAKES = {
     "not a tensor": (lambda c: c.all_reduce([1.0]), "all_reduce expects a tensor, got list"),
     "not contiguous": (lambda c: c.broadcast(torch.ones(4, 6).t()), r"contiguous.*\(6, 4\) with strides \(1, 6\)"),
     "sparse": (lambda c: c.all_reduce(torch.ones(3).to_sparse()), "contiguous.*sparse_coo"),
+    "conjugate": (lambda c: c.all_gather(torch.ones(3, dtype=torch.cfloat).conj()), "got a conjugate view. Pass"),
+    "negative": (
+        lambda c: c.broadcast(torch._neg_view(torch.ones(3))),
+        "got a negative view. Pass tensor.resolve_conj",
+    ),
     "dtype without a sum": (lambda c: c.all_reduce(torch.ones(3, dtype=torch.bool)), "sums .*float32.*got torch.bool"),
     "matrix": (lambda c: c.all_gather(torch.ones(2, 2)), r"1-D tensors, got shape \(2, 2\)"),
     "root": (lambda c: c.broadcast(torch.ones(1), root=2), r"root in 0\.\.1, got 2"),
@@ -434,6 +440,45 @@ def test_a_worker_that_leaves_early_is_named():
 
     with pytest.raises(CommunicationError, match="rank 0: all_gather failed: rank 1 has finished"):
         LocalWorld(2).run(leave)
+
+
+def test_communicators_that_are_made_from_one_do_not_mix_their_messages():
+    def talk(comm):
+        peer = 1 - comm.rank
+        comms = [comm, comm.duplicate(), comm.duplicate()]
+        comms += [comms[1].duplicate(), comms[2].duplicate()]
+        channels = [own.open_channel([peer]) for own in comms]
+        received = []
+        for number, (own, channel) in enumerate(zip(comms, channels, strict=True)):
+            own.exchange({peer: torch.tensor([number])}, {})
+            channel.send(peer, 1 + number)
+        for own, channel in reversed(list(zip(comms, channels, strict=True))):
+            message = torch.zeros(1, dtype=torch.int64)
+            own.exchange({}, {peer: message}).wait()
+            received.append((message.item(), channel.receive([peer]).kind))
+        return received
+
+    assert LocalWorld(2).run(talk) == [[(number, 1 + number) for number in range(4, -1, -1)]] * 2
+
+
+@pytest.mark.parametrize("by", ["exchange", "channel"])
+def test_in_another_order_it_is_still_known_who_has_finished(by):
+    """The worker that ends is rank 1 in the first order, and the one that sends after that in the other."""
+
+    def work(comm):
+        after = comm.reordered([1, 2, 0])
+        channel = after.open_channel([3 - after.rank] if after.rank else [])
+        if after.rank == 1:
+            wait_until(lambda: comm._mail._left, "the end of the other one")
+            time.sleep(0.1)  # the receiver waits
+            after.exchange({2: torch.ones(1)}, {})
+            channel.send(2, 5)
+        elif after.rank == 2 and by == "exchange":
+            after.exchange({}, {1: torch.zeros(1)}).wait()
+        elif after.rank == 2:
+            assert channel.receive([1], 10.0).kind == 5
+
+    LocalWorld(3).run(work)
 
 
 def test_a_silent_peer_is_named_at_the_timeout():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -151,6 +152,60 @@ def test_subgroups_count_ranks_of_their_own():
     assert spawn(4, in_subgroups) == [[0, 2, 2, 2], [1, 3, 4, 3], [0, 2, 2, 2], [1, 3, 4, 3]]
 
 
+def in_unequal_numbers_of_groups(comm) -> list:
+    """Rank 0 is in more groups than rank 2 with which it makes others, some after one was destroyed."""
+    dist.new_group([0, 1])
+    group, before = dist.new_group([0, 2]), len(dist.distributed_c10d._world.pg_map)
+    if comm.rank == 1:
+        return []
+    found = []
+    for _ in range(2):
+        with ProcessGroupCommunicator(group) as first, first.reordered([1, 0]) as second:
+            found += [torch.cat(one.all_gather(torch.tensor([comm.rank])).wait()).tolist() for one in (first, second)]
+    assert len(dist.distributed_c10d._world.pg_map) == before
+    return found
+
+
+def test_members_of_a_subgroup_may_be_in_different_numbers_of_groups():
+    in_both_orders = [[0, 2], [2, 0]] * 2
+    assert spawn(3, in_unequal_numbers_of_groups, comm_timeout_seconds=10) == [in_both_orders, [], in_both_orders]
+
+
+def constructs_alone(comm) -> str:
+    group, store = dist.new_group([0, 2]), dist.distributed_c10d._get_default_store()
+    if comm.rank:
+        store.wait(["rank 0 has failed"], timedelta(seconds=100))
+        return ""
+    with pytest.raises(CommunicationError) as raised:
+        ProcessGroupCommunicator(group, 0.5)
+    store.set("rank 0 has failed", "")
+    return str(raised.value)
+
+
+def test_an_error_says_which_ranks_have_to_construct_one():
+    """It was: Wait timeout."""
+    said = spawn(3, constructs_alone)[0]
+    assert said.startswith("global rank 0: ranks [0, 2] did not connect ("), said
+    assert said.endswith("). Construct a communicator on all of them, in the same order."), said
+
+
+def fails_while_another_is_silent(comm) -> float:
+    """Seconds until an error has left the communicator of rank 0, whose thread waits for the size of what rank 1 has."""
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    if comm.rank == 1:
+        store.wait(["rank 0 has failed"], timedelta(seconds=100))
+        return 0.0
+    with pytest.raises(ZeroDivisionError), comm:
+        comm.all_gather(torch.ones(3), variable=True)
+        raise ZeroDivisionError
+    store.set("rank 0 has failed", "")
+    return time.monotonic() - began
+
+
+def test_an_error_waits_for_no_other_worker():
+    assert spawn(2, fails_while_another_is_silent)[0] < 30  # half of the time limit
+
+
 def default_group_destroyed_first(comm, again: bool) -> None:
     comm.all_reduce(torch.ones(1)).wait()
     dist.destroy_process_group()
@@ -191,7 +246,9 @@ def wait_over_gloo(rank, store):
 
 def wait_in_an_elastic_round(rank, store):
     groups_of_round = groups.GlooGroups(timedelta(seconds=60), on_gpus=False)
-    with mock.patch.object(groups, "store_at", lambda place, limit: dist.PrefixStore(place, store)):
+    with mock.patch.object(
+        groups, "store_at", lambda place, limit: contextlib.nullcontext(dist.PrefixStore(place, store))
+    ):
         groups_of_round.connect("round", rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 

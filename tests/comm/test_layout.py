@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers.spawn import WORLDS, spawn
 from torch import nn
 
 import thinwire as tw
 from thinwire.average.mean.exchange.scatter_reduce import shard_nbytes
-from thinwire.comm import Layout, laid_out
+from thinwire.comm import Layout, ProcessGroupCommunicator, laid_out
 from thinwire.plan import Lines, layout_of
 
 ORDER = (2, 0, 1)
@@ -71,6 +72,8 @@ def test_an_impossible_layout_is_refused(fields, message):
 
 def new_ranks(comm):
     before, own = comm.rank, torch.tensor([float(comm.rank)])
+    groups = dist.distributed_c10d._world.pg_map
+    others = len(groups) - isinstance(comm, ProcessGroupCommunicator)  # which is closed, and its group with it
     comm = laid_out(comm, Layout(ORDER))
     assert comm.rank == ORDER.index(before) and comm.size == 3 and comm.ledger.bytes_sent == 0
     gathered = torch.cat(comm.all_gather(own).wait()).tolist()
@@ -81,6 +84,7 @@ def new_ranks(comm):
     comm.exchange({(comm.rank + 1) % 3: own}, {(comm.rank - 1) % 3: got}).wait()
     sent = comm.ledger.bytes_sent, comm.ledger.messages
     comm.close()
+    assert len(groups) == others
     return gathered, total, token.item(), got.item() == ORDER[(ORDER.index(before) - 1) % 3], sent
 
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import socket
 import struct
 import sys
 import threading
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -22,11 +25,12 @@ from thinwire.average.mean.exchange.sparse_reduce import SparseReduction
 from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
-from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Place
+from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Connections, Contact, Place
 from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, greet, introduce, proof
 from thinwire.comm.tls.connections import Refused
 
+_engine = pytest.importorskip("thinwire.comm.tcp._engine")
 SECRET, OTHER = b"s" * 32, b"o" * 32
 
 
@@ -121,6 +125,33 @@ def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
     assert len(turned_away) >= 19 and all("from 127.0.0.2:" in line for line in turned_away)
 
 
+def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):
+    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._secret = SECRET
+    connections._lost.add(1)
+    ours, theirs = socket.socketpair()
+    greeting = threading.Thread(target=connections._greet, args=(ours, "rank 1"))
+    with caplog.at_level(logging.WARNING, "thinwire"), theirs:
+        greeting.start()
+        with pytest.raises(ConnectionResetError):
+            introduce(theirs, 1, 0, SECRET, time.monotonic() + 20)
+        greeting.join()
+    connections.close()
+    assert caplog.messages == []
+
+
+def test_a_process_does_not_wait_for_a_peer_to_connect_again(monkeypatch):
+    """The thread that gives it a few seconds was none of those that end with the process."""
+    timers, reported = [], [[(_engine.ENDED, 0, 0)], [(_engine.FAILED, 0, 0)]]
+    monkeypatch.setattr(threading.Timer, "start", lambda timer: timers.append(timer))
+    engine = mock.Mock(events=lambda seconds: reported.pop(0))
+    connections = Connections(1, [0], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._engine, connections._contacts = engine, [Contact("127.0.0.1", 0, "", ""), connections.contact]
+    connections._watch()
+    connections.close()
+    assert [timer.daemon for timer in timers] == [True]
+
+
 class SlowSession:
     """A session with which the TLS handshake, in `sendall`, takes 0.2 seconds; it notes the time limit of the answer."""
 
@@ -199,7 +230,7 @@ def test_a_channel_listens_on_the_chosen_interface_only(monkeypatch):
 # ---- sizes that a sender chooses ----
 
 
-DATA = 0x74570001  # as in native/wire/frame.hpp
+DATA, BYE = 0x74570001, 0x74570005  # as in native/wire/frame.hpp
 
 
 def frame(number, said, total=None):
@@ -270,6 +301,20 @@ def test_a_peer_that_trickles_does_not_prolong_the_time_limit():
         with pytest.raises(CommunicationError, match="receive from rank 1 took more than 1 seconds"):
             channel.receive([1])
         assert time.monotonic() - began < 50  # less than half of what the peer takes
+
+
+def test_what_a_lost_peer_announced_takes_no_memory():
+    with channel_to(timeout_seconds=60.0) as (channel, peer):
+        peer.sendall(frame(1, HEADER.pack(900, 1)))
+        assert channel.receive([1], timeout_seconds=0.5) is None
+        memory = weakref.ref(channel._expected[1].memory)
+        peer.sendall(struct.pack("<IIQQQ", BYE, 0, 0, 0, 0))
+        for _ in range(2):
+            with pytest.raises(CommunicationError, match="rank 1 has hung up"):
+                channel.receive([1])
+        channel._endpoint._forget()
+        gc.collect()
+        assert memory() is None
 
 
 def gathers_too_much(comm):

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
 import thinwire as tw
 from thinwire.comm import Handle, ProcessGroupCommunicator, process_group
@@ -29,7 +29,7 @@ def connected(monkeypatch):
     sent = []
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
-    monkeypatch.setattr(process_group, "_groups_over", lambda *_: SimpleNamespace(take=lambda: None))
+    monkeypatch.setattr(process_group, "group_over", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT.index)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device: SimpleNamespace(device=torch.device(device)))
@@ -58,12 +58,22 @@ def test_nccl_connects_on_the_workers_own_gpu(connected, of_model, of_group, exp
 def test_a_subgroup_is_not_split_off_the_default_group(monkeypatch, ranks, splits):
     """A split needs all ranks of the default group, which is bound to a device; those outside of a subgroup make none."""
     asked = []
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
     try:
         monkeypatch.setattr(dist.distributed_c10d, "_get_split_source", asked.append)
         dist.group.WORLD.bound_device_id = OF_GROUP
-        process_group._groups_over(ranks, "fake", 10.0).take()
+        process_group.group_over(ranks, dist.group.WORLD, 10.0)
         assert bool(asked) == splits and dist.group.WORLD.bound_device_id == OF_GROUP
+    finally:
+        dist.destroy_process_group()
+
+
+def test_mpi_has_no_store_where_a_subgroup_could_meet(monkeypatch):
+    dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=4)
+    try:
+        monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: None)
+        with pytest.raises(ValueError, match=r"over fake all ranks are connected, and no subgroup, got \[0, 2\]"):
+            process_group.group_over([0, 2], dist.group.WORLD, 10.0)
     finally:
         dist.destroy_process_group()
 

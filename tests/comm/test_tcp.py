@@ -12,6 +12,7 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from helpers.program import programs, wait_until
 from helpers.spawn import logged, retire, run_tcp, spawn
 
 from thinwire.comm import CommunicationError, transport
+from thinwire.comm.store import gathering
 from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
 from thinwire.comm.tcp.connections import Place
 from thinwire.comm.transport import connect
@@ -67,6 +69,21 @@ def test_who_does_not_come_to_the_store_is_named():
         CommunicationError, match=r"rank 1: ranks \[0, 2\] did not come to the store within 0.2 seconds"
     ):
         TcpCommunicator.from_store(dist.HashStore(), 1, 3, timeout_seconds=0.2)
+
+
+def test_a_meeting_in_which_one_waited_in_vain_fails_for_all_and_the_next_one_succeeds():
+    """Who came later took what the other one had left, and their meetings never matched again."""
+    store = dist.HashStore()
+    gather = [gathering(store, rank, 2, seconds) for rank, seconds in enumerate((0.1, 60.0))]
+    for one, rank in zip(gather, range(2), strict=True):
+        with pytest.raises(
+            CommunicationError, match=rf"rank {rank}: ranks \[1\] did not come to the store within 0.1 seconds"
+        ):
+            one(f"first of {rank}")
+    with ThreadPoolExecutor() as pool:
+        late = pool.submit(gather[1], "b")
+        wait_until(lambda: store.check(["thinwire/2/1"]), "rank 1 in the store")
+        assert gather[0]("a") == late.result() == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -138,6 +155,25 @@ def test_sums_are_taken_in_rank_order(size):
             assert any(torch.equal(expected, total) for total in worker[1::2])
 
 
+@pytest.mark.parametrize(
+    ("parts", "out", "message"),
+    [
+        ([], torch.ones(3), "expects one tensor per worker, 1, got 0"),
+        ([torch.ones(3)], torch.ones(2), "expects a result as large as the own part, 3 elements, got 2"),
+        (
+            [torch.ones(3)],
+            torch.ones(3).int(),
+            r"expects parts and a result of one dtype, got torch.float32, torch.int32",
+        ),
+    ],
+)
+def test_parts_that_do_not_fit_the_result_are_refused(parts, out, message):
+    with TcpCommunicator.from_store(dist.HashStore(), 0, 1) as comm:
+        with pytest.raises(ValueError, match=f"rank 0: reduce_scatter {message}"):
+            comm.reduce_scatter(parts, out)
+        assert not comm.ledger.collectives
+
+
 # ---- connections that are lost ----
 
 
@@ -163,6 +199,28 @@ def waits_long(comm) -> list[str]:
     threading.Timer(2.0, setattr, (comm._connections, "_dial", dial)).start()
     comm.barrier()
     return lines
+
+
+def waits_after_another_has_ended(comm) -> list[str]:
+    """Rank 2 closes its communicator, and rank 1 lets rank 0 wait."""
+    retire()
+    endpoint.LATE_SECONDS = 0.2
+    lines = logged()
+    if comm.rank == 2:
+        comm.close()
+        return []
+    wait_until(lambda: not comm.counts(2).connections, "the end of rank 2's connections")
+    if comm.rank == 1:
+        time.sleep(2.0)
+    comm.exchange({1 - comm.rank: torch.ones(1)}, {1 - comm.rank: torch.ones(1)}).wait()
+    return lines
+
+
+def test_a_worker_does_not_wait_for_one_that_has_ended():
+    said = run_tcp(3, waits_after_another_has_ended)[0]
+    assert [line.partition(" (")[0] for line in said] == [
+        "rank 0 waits for messages for more than 0.2 seconds: another worker is late, or a line is slow"
+    ]
 
 
 def unreachable(peer: int):
@@ -284,6 +342,23 @@ def in_a_fork(comm) -> str:
 
 def test_a_fork_cannot_use_it():
     assert run_tcp(2, in_a_fork) == ["42", "42"]
+
+
+def fails_while_another_is_silent(comm) -> float:
+    """Seconds until an error has left the communicator of rank 0, while an operation waits for rank 1."""
+    store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
+    with pytest.raises(ZeroDivisionError), TcpCommunicator(timeout_seconds=60.0) as own:
+        if comm.rank == 0:
+            own.all_reduce(torch.ones(3, 1000))
+        else:
+            store.wait(["rank 0 has failed"])
+        raise ZeroDivisionError
+    store.set(f"rank {comm.rank} has failed", "")
+    return time.monotonic() - began
+
+
+def test_an_error_waits_for_no_other_worker():
+    assert max(spawn(3, fails_while_another_is_silent)) < 30  # half of the time limit
 
 
 def forgets_to_close(store: str) -> None:

@@ -9,6 +9,7 @@ import resource
 import shutil
 import socket
 import ssl
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +29,8 @@ from thinwire.comm.tcp import TcpCommunicator, connections
 from thinwire.comm.tcp.channel import TcpChannel
 from thinwire.comm.tcp.connections import Place
 from thinwire.comm.tcp.endpoint import Meeting
-from thinwire.comm.tcp.handshake import HELLO, introduce
+from thinwire.comm.tcp.handshake import HELLO, greet, introduce
+from thinwire.comm.tcp.identity import WorkerIdentity
 from thinwire.comm.tls import keys, relay
 from thinwire.testing import check_communicator
 
@@ -261,7 +263,7 @@ def attacks(comm, folder: Path) -> tuple[list[str], int]:
         with knock() as connection, contextlib.suppress(OSError):
             assert is_refused(without_certificate(connection, folder), 1, secret)
         with knock() as connection:
-            assert is_refused(connection, 1, secret, seconds=0.5)  # in plain text: nothing comes
+            assert is_refused(connection, 1, secret, seconds=0.5)  # in plain text: nothing comes, and it hangs up
         for said in (bytes(HELLO.size), b"GET / HTTP/1.1\r\n\r\n", random.Random(0).randbytes(20_000_000)):
             with knock() as connection:
                 connection.settimeout(20)
@@ -274,7 +276,7 @@ def attacks(comm, folder: Path) -> tuple[list[str], int]:
     doors = [socket.create_connection(address, 20) for _ in range(100 * comm.rank)]  # and says nothing
     conforms(comm)
     if comm.rank == 0:
-        wait_until(lambda: len(lines) >= 10 + 20, "a line about each of them, and about those that were too many")
+        wait_until(lambda: len(lines) >= 9 + 20, "a line about each of them, and about those that were too many")
     refused = [line for line in lines if "was silent for too long" not in line]
     comm.barrier()
     del doors
@@ -288,7 +290,7 @@ REFUSED = {
     "has the certificate of 'other', and not that of rank 1, 'worker1'": 1,
     "does not know the run's secret": 1,
     "peer did not return a certificate": 1,
-    "is not of this run": 8,
+    "is not of this run": 7,
 }
 
 
@@ -296,7 +298,7 @@ def test_others_are_refused_and_the_run_goes_on(run):
     lines, kilobytes = spawn(2, over_tls, run, attacks, run)[0]
     for words, count in REFUSED.items():
         assert sum(any(word in line for word in words.split("|")) for line in lines) == count, (words, lines)
-    assert len(lines) == 10 and all("rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
+    assert len(lines) == 9 and all("rank 0 closed a connection from 127.0.0.1:" in line for line in lines)
     assert kilobytes < 60_000
 
 
@@ -394,6 +396,23 @@ def test_a_channel_refuses_others(run, monkeypatch, caplog):
 
 
 # ---- sessions ----
+
+
+@pytest.mark.parametrize("is_reset", [False, True])
+@pytest.mark.parametrize("has_said", [False, True])
+def test_a_peer_that_hangs_up_in_a_handshake_is_told_from_one_that_is_refused(run, is_reset, has_said):
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as theirs:
+        ours = listener.accept()[0]
+        if has_said:
+            with pytest.raises(TimeoutError):
+                (stream := session(theirs, run / "worker1", run / "worker0")).settimeout(0.05)
+                stream.sendall(b"x")
+        if is_reset:
+            theirs.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        theirs.close()
+        listening = WorkerIdentity(Credentials(run / "worker0")).session(ours, accepts=True)
+        with ours, pytest.raises((ConnectionResetError, BrokenPipeError)):
+            greet(listening, 0, b"s" * 32, time.monotonic() + 20)
 
 
 def test_keys_are_renewed_after_a_number_of_records(run):

@@ -54,10 +54,12 @@ class Background:
         """End the thread after the calls so far. Calling it again does nothing."""
         self._close()
 
-    def join(self) -> None:
-        """Wait until the thread has ended, after `close`."""
-        if self._thread is not None:
-            self._thread.join()
+    def join(self, seconds: float | None = None) -> bool:
+        """After `close`, wait until the thread has ended, at most so many seconds; whether it has."""
+        if self._thread is None:
+            return True
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
 
 
 def _run(calls: SimpleQueue[Any]) -> None:

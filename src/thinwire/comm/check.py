@@ -43,6 +43,12 @@ def tensor(comm: Communicator, operation: str, value: Any) -> None:
             f"Pass tensor.{'contiguous' if value.layout == torch.strided else 'to_dense'}(), and copy the result back where "
             "it is in place."
         )
+    if value.is_conj() or value.is_neg():
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects a tensor whose memory has its values, got a "
+            f"{'conjugate' if value.is_conj() else 'negative'} view. Pass tensor.resolve_conj().resolve_neg(), and copy the "
+            "result back where it is in place."
+        )
 
 
 def summable(comm: Communicator, value: Any) -> None:
@@ -108,6 +114,24 @@ def all_to_all_sizes(
     sizes = [value.numel() for value in tensors] if sizes is None else list(sizes)
     own_size(comm, "all_to_all", sizes, tensors[ranks.index(comm.rank)].numel(), ranks)
     return sizes
+
+
+def parts(comm: Communicator, operation: str, values: list[Tensor], out: Tensor) -> None:
+    """A tensor for each worker, the own one as large as the result; all of one dtype."""
+    for value in (*values, out):
+        tensor(comm, operation, value)
+    if len(values) != comm.size:
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects one tensor per worker, {comm.size}, got {len(values)}."
+        )
+    if len({value.dtype for value in (*values, out)}) > 1:
+        dtypes = ", ".join(str(value.dtype) for value in (*values, out))
+        raise ValueError(f"rank {comm.rank}: {operation} expects parts and a result of one dtype, got {dtypes}.")
+    if values[comm.rank].numel() != out.numel():
+        raise ValueError(
+            f"rank {comm.rank}: {operation} expects a result as large as the own part, {values[comm.rank].numel()} elements, "
+            f"got {out.numel()}."
+        )
 
 
 def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int, ranks: Sequence[int]) -> None:

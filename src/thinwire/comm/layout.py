@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch.distributed as dist
 
 from .base import Communicator
 from .ledger import Ledger
@@ -67,30 +64,8 @@ def laid_out(comm: Communicator, layout: Layout) -> Communicator:
 
 
 def _reordered(comm: Communicator, order: tuple[int, ...]) -> Communicator:
-    if isinstance(comm, LocalCommunicator):
-        return comm.reordered(order)
-    if not isinstance(comm, (ProcessGroupCommunicator, TcpCommunicator)) or not comm.global_ranks:
+    if isinstance(comm, TcpCommunicator) and comm._meeting.place.credentials is not None:
+        raise ValueError(f"rank {comm.rank}: workers with credentials keep their ranks; leave layout out.")
+    if not isinstance(comm, (LocalCommunicator, ProcessGroupCommunicator, TcpCommunicator)):
         raise ValueError(f"rank {comm.rank}: {type(comm).__name__} has ranks that cannot change; leave layout out.")
-    group = group_over([comm.global_ranks[rank] for rank in order])
-    if isinstance(comm, TcpCommunicator):
-        if comm._meeting.place.credentials is not None:
-            raise ValueError(f"rank {comm.rank}: workers with credentials keep their ranks; leave layout out.")
-        return TcpCommunicator(group, comm._meeting.timeout_seconds)
-    return ProcessGroupCommunicator(group, comm._timeout_seconds, comm.device)
-
-
-def group_over(ranks: list[int]) -> dist.ProcessGroup:
-    """A process group in which workers have this order. Only they call it.
-
-    Raises:
-        ValueError: this PyTorch sorts the ranks of every group.
-    """
-    # Without this option, all ranks of the default group would have to take part.
-    options: dict[str, Any] = {"use_local_synchronization": len(ranks) < dist.get_world_size()}
-    try:
-        group: dist.ProcessGroup = dist.new_group(ranks, sort_ranks=False, **options)
-    except TypeError:
-        raise ValueError(
-            "a layout with another order of ranks needs a PyTorch whose new_group has sort_ranks."
-        ) from None
-    return group
+    return comm.reordered(order)

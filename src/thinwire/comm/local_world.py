@@ -25,7 +25,8 @@ from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
-Position = tuple[int, int]  # the number of a conversation, and of a message in it
+Conversation = tuple[int, ...]  # of a communicator: those that were made from which one, by number
+Position = tuple[Conversation, int]  # and the number of a message in it
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def name_rank(error: BaseException, rank: int) -> BaseException:
 
 
 class Mail:
-    """Messages between threads, matched by sender, receiver and position in their conversation."""
+    """Messages between threads, matched by sender, receiver and position in their conversation. Ranks are the world's."""
 
     def __init__(self, timeout_seconds: float):
         self.timeout_seconds = timeout_seconds
@@ -152,22 +153,22 @@ class Mail:
                 self._boxes[box].append(letter)
             self._changed.notify_all()
 
-    def pick(self, box: Box, rank: int, sources: set[int], timeout_seconds: float | None) -> Message | None:
-        """The oldest message of one of `sources`; None if woken, or after so many seconds."""
+    def pick(self, box: Box, sources: set[int], workers: set[int], timeout_seconds: float | None) -> Message | None:
+        """The oldest message of one of `sources`; None if woken, or after so many seconds. All `workers` must be there."""
         with self._changed:
             letters = self._boxes[box]
             wanted: list[int] = []
 
             def is_over() -> bool:
                 wanted[:] = [i for i, letter in enumerate(letters) if letter is None or letter.source in sources][:1]
-                return bool(wanted or self.error or self._left & {rank, *sources})
+                return bool(wanted or self.error or self._left & workers)
 
             self._changed.wait_for(is_over, timeout_seconds)
             if wanted:
                 return letters.pop(wanted[0])
             if self.error:
                 raise CommunicationError(f"released, because rank {self.failed_rank} raised {self.error!r}")
-            if gone := sorted(self._left & {rank, *sources}):
+            if gone := sorted(self._left & workers):
                 raise CommunicationError(f"rank {gone[0]} has hung up: its function has returned")
             return None
 
@@ -191,23 +192,31 @@ class LocalCommunicator(Communicator):
         rank, size: as of a communicator.
         mail: delivers the messages.
         conversation: tells communicators of the same workers apart.
+        order: the world's rank of each worker; None if it is the same.
     """
 
-    def __init__(self, rank: int, size: int, mail: Mail, conversation: int = 0):
+    def __init__(
+        self, rank: int, size: int, mail: Mail, conversation: Conversation = (), order: Sequence[int] | None = None
+    ):
         super().__init__(rank, size)
         self._conversation = conversation
+        self._order = range(size) if order is None else order
         self._mail = mail
+        self._num_made = 0  # communicators, from this one
         self._num_sent: Counter[int] = Counter()
         self._num_received: Counter[int] = Counter()
         self._num_channels = 0
 
     def duplicate(self) -> LocalCommunicator:
         """Another communicator of the same workers; its messages do not mix with those of this one."""
-        return LocalCommunicator(self.rank, self.size, self._mail, self._conversation + 1)
+        return self.reordered(range(self.size))
 
     def reordered(self, order: Sequence[int]) -> LocalCommunicator:
         """Another communicator of the same workers, in which rank r is this one's rank `order[r]`."""
-        return LocalCommunicator(order.index(self.rank), self.size, self._mail, self._conversation + 1)
+        self._num_made += 1
+        conversation = (*self._conversation, self._num_made)
+        in_world = [self._order[rank] for rank in order]
+        return LocalCommunicator(order.index(self.rank), self.size, self._mail, conversation, in_world)
 
     def _close(self) -> None:
         """Nothing to do."""
@@ -260,16 +269,20 @@ class LocalCommunicator(Communicator):
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         self._num_channels += 1
-        return LocalChannel(self.rank, self._num_channels, self._mail, self._record_channel, max_bytes)
+        name = (self._conversation, self._num_channels)
+        return LocalChannel(self.rank, self._order, name, self._mail, self._record_channel, max_bytes)
 
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
+        own = self._order[self.rank]
         for peer, message in messages.items():
-            self._mail.put(self.rank, peer, (self._conversation, self._num_sent[peer]), message)
+            self._mail.put(own, self._order[peer], (self._conversation, self._num_sent[peer]), message)
             self._num_sent[peer] += 1
         positions = {source: (self._conversation, self._num_received[source]) for source in sources}
         self._num_received.update(sources)
-        return lambda: {source: self._mail.take(source, self.rank, position) for source, position in positions.items()}
+        return lambda: {
+            source: self._mail.take(self._order[source], own, position) for source, position in positions.items()
+        }
 
     def _require_same(self, expected: Tensor, message: Tensor, peer: int) -> None:
         if (expected.numel(), expected.dtype) != (message.numel(), message.dtype):
@@ -282,24 +295,34 @@ class LocalCommunicator(Communicator):
 class LocalChannel(Channel):
     """A channel between threads. A worker is alive until its function returns, or one of them raises."""
 
-    def __init__(self, rank: int, number: int, mail: Mail, record: Callable[[int, int, int], None], max_bytes: int):
-        self._rank, self._number, self._mail, self._record = rank, number, mail, record
+    def __init__(
+        self,
+        rank: int,
+        order: Sequence[int],
+        name: Box,
+        mail: Mail,
+        record: Callable[[int, int, int], None],
+        max_bytes: int,
+    ):
+        self._rank, self._order, self._name, self._mail, self._record = rank, order, name, mail, record
         self._max_bytes = max_bytes
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else as_bytes(payload).clone()
         check.message(self._rank, peer, body.numel(), self._max_bytes)
-        self._mail.post((self._number, peer), Message(self._rank, kind, body))
+        self._mail.post((*self._name, peer), Message(self._rank, kind, body))
         self._record(1, HEADER_BYTES + body.numel(), 0)
 
     def receive(self, sources: Iterable[int], timeout_seconds: float | None = None) -> Message | None:
-        message = self._mail.pick((self._number, self._rank), self._rank, set(sources), timeout_seconds)
+        sources = set(sources)
+        workers = {self._order[rank] for rank in (self._rank, *sources)}
+        message = self._mail.pick((*self._name, self._rank), sources, workers, timeout_seconds)
         if message is not None:
             self._record(0, 0, HEADER_BYTES + message.payload.numel())
         return message
 
     def wake(self) -> None:
-        self._mail.post((self._number, self._rank), None)
+        self._mail.post((*self._name, self._rank), None)
 
     def close(self) -> None:
         """Nothing to do: a worker hangs up when its function returns."""

@@ -14,15 +14,17 @@ NCCL   Sends and receives are grouped, for they deadlock otherwise. Parts of nea
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import hashlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
 
 from .. import debug
 from ..streams import refuse_capture
@@ -40,6 +42,7 @@ from .side_streams import SideStreams
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
 
+GRACE_SECONDS = 2.0  # after an error, for what is being started
 SLOT_MULTIPLE = 16  # bytes, so that messages in slots are aligned
 MOST_PADDING = 8  # slots of one size pad messages by up to an eighth; beyond that each worker sends its own size
 
@@ -59,6 +62,7 @@ class ProcessGroupCommunicator(Communicator):
     Raises:
         ValueError: when torch.distributed is not initialised, this process is not in `group`, or a mesh has several
             dimensions.
+        CommunicationError: the ranks did not connect in time.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -78,41 +82,50 @@ class ProcessGroupCommunicator(Communicator):
         assert group is not None, "torch.distributed is initialised"
         if dist.get_rank(group) < 0:
             raise ValueError(f"global rank {dist.get_rank()} is not in the group. Construct it on the group's ranks.")
-        super().__init__(dist.get_rank(group), dist.get_world_size(group))
         timeout_seconds = _limit_of(group) if timeout_seconds is None else timeout_seconds
-        config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
-        self._backends = dict(part.split(":") for part in config.split(","))
-        self.global_ranks = dist.get_process_group_ranks(group)
-        # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
-        name = config if len(set(self._backends.values())) > 1 else next(iter(self._backends.values()))
-        self._groups = _groups_over(self.global_ranks, name, timeout_seconds)
-        self._group = self._groups.take()
-        self._has_failed = False
+        self._join(dist.get_process_group_ranks(group), group, timeout_seconds, device)
+
+    def _join(
+        self, ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float, device: torch.device | None
+    ) -> None:
+        super().__init__(ranks.index(dist.get_rank()), len(ranks))
+        self.global_ranks = ranks
+        self._group = group_over(ranks, like, timeout_seconds)
+        self._backends = _backends_of(like)
         self._timeout_seconds = timeout_seconds
+        self._gpu: torch.device | None = None
         self._issuer = Background("thinwire-comm")
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
-            gpu = _gpu(device, group)
+            self._gpu = _gpu(device, like)
             if "cpu" not in self._backends:
-                self.device = gpu
+                self.device = self._gpu
             # NCCL connects in a group's first operation, in which all ranks must take part.
-            self.all_reduce(torch.zeros(1, device=gpu)).wait()
+            self.all_reduce(torch.zeros(1, device=self._gpu)).wait()
             self.ledger = Ledger(self.size)
+
+    def reordered(self, order: Sequence[int]) -> ProcessGroupCommunicator:
+        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it."""
+        comm = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
+        comm._join([self.global_ranks[rank] for rank in order], self._group, self._timeout_seconds, self._gpu)
+        return comm
 
     def _close(self) -> None:
         self._issuer.close()
         self._issuer.join()
-        if dist.is_initialized():
-            self._groups.give_back(self._group, self._has_failed)
+        with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
+            if dist.is_initialized():
+                dist.destroy_process_group(self._group)
 
     def _abandon(self) -> None:
-        if "nccl" not in self._backends.values():
-            self._close()
-            return
-        # Over NCCL the thread may wait for others, and so would the end of the group, which is left to that of the process.
         self._issuer.close()
-        self._hang_up()
+        # The thread may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
+        is_over_nccl = "nccl" in self._backends.values()
+        if is_over_nccl or not self._issuer.join(GRACE_SECONDS):
+            self._hang_up()
+        if not is_over_nccl:
+            self._close()
 
     # ---- issuing ----
 
@@ -131,7 +144,6 @@ class ProcessGroupCommunicator(Communicator):
             with until_exit(self._hang_up):
                 wait()
         except RuntimeError:
-            self._has_failed = True
             self._hang_up()
             raise
 
@@ -259,67 +271,72 @@ def _process_group(group: Group) -> dist.ProcessGroup:
     return group.get_group()
 
 
-class _Groups:
-    """The process groups over some ranks that no communicator uses now.
+def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float) -> dist.ProcessGroup:
+    """A new group of workers in this order. They all call it, and no others; the caller destroys the group.
 
-    Only the ranks of a group take part in making it, so that subgroups may be connected independently of each other. PyTorch
-    names such a subgroup by its ranks and by how many groups there are. After one was destroyed, the next one would get its
-    name, and would find its addresses, at which nobody listens any more. So subgroups are kept, and used again.
+    PyTorch's `new_group`, where only members call it, names a group by the number of groups that the process has. Members
+    would disagree where these numbers differ, and names come again after a group was destroyed. So here the name has the
+    number of groups that were made over these ranks, which each member counts in the store.
+
+    Args:
+        ranks: global ranks.
+        like: a group of the same backend.
+        timeout_seconds: of its operations.
+
+    Raises:
+        ValueError: the backend has no store, as MPI, and these are not all ranks.
+        CommunicationError: the ranks did not connect in time.
     """
-
-    def __init__(self, ranks: list[int], config: str, timeout_seconds: float):
-        self._ranks, self._config, self._timeout = ranks, config, timedelta(seconds=timeout_seconds)
-        self._everyone = len(ranks) == dist.get_world_size()
-        self._idle: list[dist.ProcessGroup] = []
-
-    def take(self) -> dist.ProcessGroup:
-        """One that was given back, or a new one. All ranks take and give back in the same order."""
-        if self._idle:
-            return self._idle.pop(0)
-        # Only where it matters, because older versions of PyTorch do not know `sort_ranks`.
-        order: dict[str, Any] = {} if sorted(self._ranks) == self._ranks else {"sort_ranks": False}
-        with contextlib.nullcontext() if self._everyone else _without_device():
-            group: dist.ProcessGroup = dist.new_group(
-                self._ranks,
-                timeout=self._timeout,
-                backend=self._config,
-                use_local_synchronization=not self._everyone,
-                **order,
+    world, limit = dist.group.WORLD, timedelta(seconds=timeout_seconds)
+    assert world is not None, "torch.distributed is initialised"
+    # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
+    names = set(_backends_of(like).values())
+    backend = names.pop() if len(names) == 1 else dist.get_backend_config(like)
+    try:
+        if ranks == list(range(world.size())):
+            with _MAKING_GROUP:
+                group: dist.ProcessGroup = dist.new_group(ranks, limit, backend)
+            return group
+        store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
+        if store is None:
+            raise ValueError(
+                f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
             )
-        return group
+        number = store.add(f"thinwire/{members}/{world.rank()}", 1)
+        with _MAKING_GROUP, _without_device(world):
+            group, _ = c10d._new_process_group_helper(
+                *(len(ranks), ranks.index(world.rank()), ranks, dist.Backend(backend), store, f"{members}-{number}"),
+                timeout=limit,
+            )
+    except RuntimeError as error:
+        raise CommunicationError(
+            f"global rank {world.rank()}: ranks {ranks} did not connect ({reason_of(error)}). Construct a communicator on "
+            "all of them, in the same order."
+        ) from error
+    c10d._world.pg_group_ranks[group] = {rank: place for place, rank in enumerate(ranks)}
+    return group
 
-    def give_back(self, group: dist.ProcessGroup, has_failed: bool) -> None:
-        """Called once by each communicator; a subgroup that has failed is left alone, for its name must not come again."""
-        if self._everyone:
-            with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
-                dist.destroy_process_group(group)
-        elif not has_failed:
-            self._idle.append(group)
+
+def _backends_of(group: dist.ProcessGroup) -> dict[str, str]:
+    """By type of device."""
+    config = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return dict(part.split(":") for part in config.split(","))
+
+
+_MAKING_GROUP = threading.Lock()  # of the process, because the device of the default group is
 
 
 @contextlib.contextmanager
-def _without_device() -> Iterator[None]:
+def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
     """Context in which the default group has no device, so that PyTorch splits no communicator of NCCL off that group's.
 
     All ranks of the default group would have to take part in a split, and those outside of a subgroup do not.
     """
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
     device, world.bound_device_id = world.bound_device_id, None
     try:
         yield
     finally:
         world.bound_device_id = device
-
-
-_GROUPS: WeakKeyDictionary[dist.ProcessGroup, dict[Any, _Groups]] = WeakKeyDictionary()  # by default group
-
-
-def _groups_over(ranks: list[int], config: str, timeout_seconds: float) -> _Groups:
-    world = dist.group.WORLD
-    assert world is not None, "torch.distributed is initialised"
-    of_world = _GROUPS.setdefault(world, {})
-    return of_world.setdefault((*ranks, config, timeout_seconds), _Groups(ranks, config, timeout_seconds))
 
 
 def _copied(staged: Tensor, tensor: Tensor) -> Tensor:

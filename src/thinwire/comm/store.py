@@ -19,6 +19,7 @@ from .tls import relay
 from .tls.credentials import Credentials
 from .tls.store import TlsStore
 
+ALL_CAME = "all came"
 Store = dist.Store
 """Any store: PyTorch's, or a `TlsStore`."""
 
@@ -73,6 +74,8 @@ def connected_store(
 def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:
     """A function that returns what all workers passed in, in rank order, after a round trip through JSON.
 
+    Each call is a meeting. It succeeds on all workers or on none: where one has waited in vain, those who come later learn it.
+
     Args:
         store: that all workers reach.
         rank, size: this worker, and the number of workers.
@@ -87,13 +90,16 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
             meeting = store.add(f"thinwire/{rank}", 1)  # of those over this store; all workers count alike
             keys = [f"thinwire/{meeting}/{other}" for other in range(size)]
             store.set(keys[rank], json.dumps(value))
+            end = ALL_CAME
             try:
                 store.wait(keys, timedelta(seconds=timeout_seconds))
             except RuntimeError:
                 if missing := [other for other, key in enumerate(keys) if not store.check([key])]:
-                    came = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds"
-                    raise CommunicationError(f"rank {rank}: {came}") from None
-                raise
+                    end = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds after rank {rank}"
+            # The first to say how it ends is right.
+            said = store.compare_set(f"thinwire/{meeting}/end", "", end).decode(errors="replace")
+            if said != ALL_CAME:
+                raise CommunicationError(f"rank {rank}: {said}")
             return [parsed(store.get(key), other) for other, key in enumerate(keys)]
         except CommunicationError:
             raise

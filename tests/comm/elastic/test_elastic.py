@@ -495,6 +495,29 @@ def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
     place.close()
 
 
+def test_an_error_over_connections_of_our_own_waits_for_no_other_worker(tmp_path, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    credentials, has_failed = keys_of(tmp_path / "ours", "a", "b", "c"), threading.Event()
+    place = lighthouse.Lighthouse(3, "127.0.0.1", credentials=credentials[0])
+
+    def worker(world):
+        comm = ElasticCommunicator(place.address, world.rank, 3, 60, credentials=credentials[world.rank])
+        comm.open_round(comm.form_round())
+        began = time.monotonic()
+        with pytest.raises(ZeroDivisionError), comm:
+            if world.rank == 0:
+                comm.all_reduce(torch.ones(3))
+                comm._drain()  # it has been started
+            else:
+                has_failed.wait(100)
+            raise ZeroDivisionError
+        has_failed.set()
+        return time.monotonic() - began
+
+    assert max(LocalWorld(3, timeout_seconds=120).run(worker)) < 30  # half of the time limit
+    place.close()
+
+
 @pytest.mark.parametrize(
     "options, expected",
     [

@@ -15,6 +15,7 @@ from thinwire.comm.elastic.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.elastic.history import History
 from thinwire.comm.elastic.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
 from thinwire.comm.elastic.state_bytes import packed, unpacked
+from thinwire.comm.elastic.transfer import Transfer
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
 from thinwire.comm.tls.connections import Listener
 
@@ -149,6 +150,22 @@ def test_what_differs_between_workers_comes_from_one_of_them():
     healed = Healed(*workers, is_common=False)
     healed.heal()
     assert torch.equal(healed.loaded[0]["x"], state(3)["x"]) and workers[1].chunks == 0
+
+
+def test_credentials_that_cannot_be_read_for_a_moment_cost_no_chunk(monkeypatch):
+    """The thread ended with the chunk, and the others waited for it without end."""
+    ask, failed = Transfer._ask, []
+
+    def unreadable(self, source, what, *rest):
+        if what == b"chunk" and not failed:
+            failed.append(rest)
+            raise ValueError("the keys cannot be used")
+        return ask(self, source, what, *rest)
+
+    monkeypatch.setattr(Transfer, "_ask", unreadable)
+    healed = Healed(Worker(0))
+    healed.heal()
+    assert failed and torch.equal(healed.loaded[0]["x"], state()["x"])
 
 
 def test_a_transfer_goes_on_after_a_cut():

@@ -18,8 +18,11 @@ import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.program import wait_until
 
+from thinwire.comm.elastic.groups import TcpGroups
+from thinwire.comm.elastic.lighthouse import meet
 from thinwire.comm.store import connected_store, listening_store
 from thinwire.comm.tls import connections
+from thinwire.comm.tls import store as tls_store
 from thinwire.comm.tls.connections import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
 from thinwire.comm.tls.store import MAX_TABLE_BYTES
 
@@ -324,6 +327,18 @@ def test_the_store_does_what_pytorchs_does(credentials):
     ours.close()
     with pytest.raises(dist.DistNetworkError, match=r"the store at 127\.0\.0\.1:\d+ does not answer"):
         theirs.get("early")
+
+
+def test_workers_that_meet_in_one_for_a_round_leave_no_connection(credentials):
+    """Each round with other workers left two, and its store takes some thousands."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    place, before = f"127.0.0.1:{ours.port}", set(tls_store._open)
+    meet(place, "round", 0, 1, SOON, credentials[1])
+    rounds = TcpGroups(SOON, credentials[1], True, None)
+    rounds.connect(f"{place}/round", 0, 1, SOON)
+    rounds.close()
+    assert tls_store._open == before
+    ours.close()
 
 
 def test_gloo_meets_in_it(credentials):

@@ -474,6 +474,10 @@ class ElasticCommunicator(Communicator):
         self._healing.close()
         self._processes.close()
 
+    def _abandon(self) -> None:
+        self._give_up()
+        self._close()
+
     # ---- operations on the process group of the round ----
 
     def _drain(self) -> None:

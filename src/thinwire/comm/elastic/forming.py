@@ -270,8 +270,8 @@ class Forming:
         """How this worker's configuration differs from another one's."""
         start = f"its configuration differs from that of worker {other.number}"
         try:
-            store = store_at(f"{other.store}/own", timedelta(seconds=CONNECT_SECONDS), self._credentials)
-            theirs = {str(key): str(value) for key, value in parsed(store.get("settings"), other.number).items()}
+            with store_at(f"{other.store}/own", timedelta(seconds=CONNECT_SECONDS), self._credentials) as store:
+                theirs = {str(key): str(value) for key, value in parsed(store.get("settings"), other.number).items()}
         except Exception as error:
             return f"{start}, which does not say how ({reason_of(error)})"
         lines = [

@@ -111,7 +111,8 @@ class GlooGroups(Groups):
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
         self._gloo = None
-        group: Any = dist.ProcessGroupGloo(store_at(place, limit), rank, size, limit)
+        with store_at(place, limit) as store:
+            group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
         if self.nccl is not None:
             self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
@@ -177,16 +178,17 @@ class TcpGroups(Groups):
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
         self.hang_up()
         try:
-            self._comm = TcpCommunicator.from_store(
-                store_at(place, limit, self._credentials),
-                rank,
-                size,
-                timeout_seconds=self._timeout.total_seconds(),
-                meeting_seconds=limit.total_seconds(),
-                credentials=self._credentials,
-                listens=self._listens,
-                relay=self._relay,
-            )
+            with store_at(place, limit, self._credentials) as store:
+                self._comm = TcpCommunicator.from_store(
+                    store,
+                    rank,
+                    size,
+                    timeout_seconds=self._timeout.total_seconds(),
+                    meeting_seconds=limit.total_seconds(),
+                    credentials=self._credentials,
+                    listens=self._listens,
+                    relay=self._relay,
+                )
         except WrongContact as error:
             raise Missing([error.rank]) from error
 

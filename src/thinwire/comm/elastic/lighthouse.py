@@ -17,7 +17,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 from datetime import timedelta
@@ -38,6 +38,7 @@ from ..store import connected_store
 from ..tls.connections import Listener, speaks_tls
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
+from ..tls.store import TlsStore
 from .claims import MAX_TEXT, Claim, read_claim
 from .quorums import MAX_WORKERS, QuorumClient, Quorums
 
@@ -214,15 +215,21 @@ class TorchftClient:
         return _module("torchft.coordination").LighthouseClient(self._address, connect_timeout=limit)
 
 
-def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> dist.Store:
-    """A client of the store at "host:port/prefix".
+@contextlib.contextmanager
+def store_at(place: str, limit: timedelta, credentials: Credentials | None = None) -> Iterator[dist.Store]:
+    """Context with a client of the store at "host:port/prefix".
 
     Raises:
         OSError, RuntimeError: it does not answer.
     """
     address, _, prefix = place.partition("/")
     host, port = parse_address(address)
-    return dist.PrefixStore(prefix, connected_store(host, port, limit, credentials))
+    store = connected_store(host, port, limit, credentials)
+    try:
+        yield dist.PrefixStore(prefix, store)
+    finally:
+        if isinstance(store, TlsStore):
+            store.close()
 
 
 class Asker:
@@ -326,12 +333,12 @@ def meet(
     try:
         # The client of a store tries until its limit; here a port that refuses is noticed at once.
         reach([(0, store)], limit)
-        found = store_at(f"{store}/{place}", limit, credentials)
-        found.set(keys[rank], "")
-        try:
-            found.wait(keys, limit)
-        except RuntimeError as error:
-            raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
+        with store_at(f"{store}/{place}", limit, credentials) as found:
+            found.set(keys[rank], "")
+            try:
+                found.wait(keys, limit)
+            except RuntimeError as error:
+                raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
     except Missing:
         raise
     except (OSError, RuntimeError) as error:

@@ -211,7 +211,7 @@ class Transfer:
                 if source not in self.sources:
                     raise Refused(f"worker {source.number} sent a wrong chunk")
                 what, *values = self._ask(source, b"chunk", name.encode(), str(number).encode())
-            except OSError as error:
+            except (OSError, ValueError) as error:  # a ValueError while this worker's credentials are replaced
                 fetch.put_back(number, f"worker {source.number}: {reason_of(error)}")
                 if isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
                     return

@@ -139,5 +139,6 @@ class TcpChannel(Channel):
 
     def _lose(self, peer: int, reason: str) -> NoReturn:
         self._lost[peer] = reason
+        del self._expected[peer]  # which may be a large message
         self._endpoint.engine.lose(peer, reason)
         raise CommunicationError(reason)

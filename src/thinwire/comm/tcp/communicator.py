@@ -95,7 +95,6 @@ class TcpCommunicator(Communicator):
     """
 
     limit_seconds = math.inf
-    _close_seconds = math.inf
 
     def __init__(
         self,
@@ -180,7 +179,7 @@ class TcpCommunicator(Communicator):
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
             self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
         except (CommunicationError, ValueError):
-            self._close_within(CLOSE_SECONDS)
+            self.abandon()
             raise
         # What connecting took is no traffic of the run.
         self.ledger = Ledger(self.size)
@@ -190,6 +189,18 @@ class TcpCommunicator(Communicator):
         comm = type(self).__new__(type(self))
         comm.global_ranks = self.global_ranks
         comm._join(self._meeting)
+        return comm
+
+    def reordered(self, order: Sequence[int]) -> TcpCommunicator:
+        """`another`, in which rank r is this one's rank `order[r]`."""
+
+        def gather(own: Any) -> list[Any]:
+            told = self.gather_objects(own)
+            return [told[rank] for rank in order]
+
+        comm = type(self).__new__(type(self))
+        comm.global_ranks = [self.global_ranks[rank] for rank in order] if self.global_ranks else ()
+        comm._join(self._meeting._replace(rank=order.index(self.rank), gather=gather))
         return comm
 
     def counts(self, peer: int) -> Counts:
@@ -234,8 +245,7 @@ class TcpCommunicator(Communicator):
             out: as large as the own part; it may be that part.
             reduction: see `reduce`.
         """
-        for tensor in (*parts, out):
-            check.tensor(self, "reduce_scatter", tensor)
+        check.parts(self, "reduce_scatter", parts, out)
         sent = sum(check.num_bytes(part) for part in self._others(parts).values())
         received = (self.size - 1) * check.num_bytes(out)
         start = partial(self._start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
@@ -279,20 +289,21 @@ class TcpCommunicator(Communicator):
         for peer in range(self.size):
             if peer != self.rank:
                 self._engine.lose(peer, reason)
-        self._close_within(0.0)
-
-    def __exit__(self, kind: object = None, *exception: object) -> None:
-        self._close_within(math.inf if kind is None else CLOSE_SECONDS)
-
-    def _close_within(self, seconds: float) -> None:
-        self._close_seconds = seconds
-        self.close()
+        self._end(partial(self._hang_up, 0.0))
 
     def _close(self) -> None:
         self._later.close()
         # What follows on earlier messages still needs the endpoint.
         self._later.join()
-        self._endpoint.close(self._close_seconds)
+        self._hang_up(math.inf)
+
+    def _abandon(self) -> None:
+        self._hang_up(CLOSE_SECONDS)
+
+    def _hang_up(self, seconds: float) -> None:
+        self._later.close()
+        self._endpoint.close(seconds)  # what is under way fails
+        self._later.join()
         self._tagged.close()
 
     # ---- issuing ----

@@ -260,7 +260,9 @@ class Connections:
             session = self._session(connection, accepts=True)
             stream, deadline = session or connection, time.monotonic() + HANDSHAKE_SECONDS
             peer, answer = greet(stream, self._rank, self._secret, deadline)
-            if peer not in self._wanted or peer in self._lost:
+            if peer in self._lost:
+                return  # it has ended since
+            if peer not in self._wanted:
                 raise Refused(f"is rank {peer}, which this worker does not connect with")
             if session and session.peer_name != self._contacts[peer].name:
                 raise Refused(self._other_name(peer, session))
@@ -321,7 +323,9 @@ class Connections:
                 if self._connects(peer) or (what != WANT and number == 0 and self._reaches(peer)):
                     self._mend_soon(peer)
                 elif what == ENDED and number == 0 and not self._is_relayed(peer):
-                    threading.Timer(GRACE_SECONDS, self._miss, [peer]).start()
+                    timer = threading.Timer(GRACE_SECONDS, self._miss, [peer])
+                    timer.daemon = True
+                    timer.start()
 
     def _miss(self, peer: int) -> None:
         if not self._closed.is_set() and self._engine.counts(peer).connections == 0:
@@ -384,7 +388,11 @@ class Connections:
     def trouble(self, peer: int) -> str:
         """Why this worker has no connection with a peer that it dials; empty if it knows of no reason."""
         error = self._failed.get(peer)
-        return "" if error is None or self._engine.counts(peer).connections else self._why(peer, error)
+        return "" if error is None or not self.awaits(peer) else self._why(peer, error)
+
+    def awaits(self, peer: int) -> bool:
+        """Whether a connection with a peer is missing, which has not ended."""
+        return peer not in self._lost and not self._engine.counts(peer).connections
 
     def _why(self, peer: int, error: OSError) -> str:
         if self._is_relayed(peer):

@@ -137,7 +137,7 @@ class Endpoint:
 
     def _say_late(self) -> None:
         """Say why an operation takes long, each reason once; nothing else is heard until the time limit."""
-        cut_off = [str(peer) for peer in self._peers if not self.engine.counts(peer).connections]
+        cut_off = [str(peer) for peer in self._peers if self.connections.awaits(peer)]
         if cut_off:
             others = f"rank{'s' * (len(cut_off) > 1)} {', '.join(cut_off)}"
             text = f"has no connection with {others}, and waits for one for at most {self._timeout:g} seconds"
