@@ -7,15 +7,29 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.ledgers import ledger_of_round
+from helpers.pages import blocks
 
 import thinwire as tw
+from thinwire.average.mean.exchange import EXCHANGES
 from thinwire.comm import Ledger
 from thinwire.lab.recipes import recipes
-from thinwire.plan import Link, Network, Program, predict, record, simulate
+from thinwire.plan import (
+    Link,
+    Method,
+    Network,
+    Program,
+    Speeds,
+    Workload,
+    predict,
+    predict_method,
+    record,
+    simulate,
+)
 from thinwire.plan.averagers import on_nodes
 from thinwire.plan.methods import methods
 from thinwire.plan.predict import programs_of
@@ -24,6 +38,7 @@ from thinwire.plan.simulate import Bucket
 from thinwire.topology.measured import shares
 
 SHAPES = [torch.Size([64, 48]), torch.Size([48]), torch.Size([33, 17])]
+NO_WORK = Speeds(copy_bytes_per_second=float("inf"))
 SPARSE = tw.chain(tw.TopK(0.05), tw.QSGD(bits=4))
 AVERAGERS = [
     tw.Mean(exchange="all_reduce"),
@@ -108,6 +123,44 @@ def test_equal_workers_are_recorded_once(monkeypatch):
         for exchange in ("all_gather", "scatter_reduce", "hierarchical"):
             programs_of(tw.Gradients(tw.Mean(tw.QSGD(bits=4), exchange=exchange)), tuple(SHAPES), workers, 8)
     assert recorded == {16: 4, 64: 4}
+
+
+@pytest.fixture
+def star(monkeypatch):
+    """A `Mean` over the exchange of the guide, in which rank 0 collects all messages and broadcasts them."""
+    monkeypatch.setitem(EXCHANGES, "star", None)  # so that it is taken out again
+    page = Path(__file__).parents[2] / "docs" / "guide" / "add-an-exchange.md"
+    exec(blocks(page)[0].code, {"__name__": "star"})
+    return tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="star")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_an_exchange_that_broadcasts_takes_its_closed_form(star, size):
+    """Rank 0 gets W - 1 messages of m bytes; then W m bytes go down a tree of log2 W rounds."""
+    network = Network(size, outer=Link(1e6, 0.01))
+    seconds, num_bytes = predict_method(
+        Method("star", tw.Gradients(star)), Workload((torch.Size([500, 400]),), 0.0), network, NO_WORK
+    )
+    message, rounds = tw.QSGD(bits=4).nbytes(200_000), size.bit_length() - 1
+    assert num_bytes == rounds * size * message
+    collected = 0.01 + (size - 1) * message / 1e6
+    assert seconds == pytest.approx(collected + rounds * (0.01 + size * message / 1e6))
+
+
+def test_an_exchange_that_broadcasts_is_recorded_as_it_runs(star):
+    for rank, ledger in enumerate(tw.LocalWorld(4).run(real_ledger, star)):
+        (predicted,) = record(star, SHAPES, [rank], size=4)
+        assert predicted.ledger.as_dict() == ledger.as_dict()
+        assert predicted.bytes_out(Network(4), rank) == ledger.bytes_sent
+    with pytest.raises(ValueError, match="a broadcast has a root"):
+        predicted.shifted(1, 4)
+
+
+def test_the_bytes_of_a_plan_are_those_of_the_node_that_sends_most():
+    """Rank 1 is in the middle of a line, and has two neighbours; rank 0 is at its end."""
+    line = Method("line", tw.Gossip(tw.Mix(tw.topology.Graph(((0, 1), (1, 2))))))
+    _, num_bytes = predict_method(line, Workload((torch.Size([1000]),), 0.0), Network(3), NO_WORK)
+    assert num_bytes == 2 * 4000
 
 
 def test_stages_of_several_buckets_are_in_flight_together():

@@ -54,6 +54,18 @@ def test_a_broadcast_goes_down_a_tree(size, expected):
     assert seconds(lambda comm: comm.broadcast(x.clone(), root=1).wait(), size) == pytest.approx(expected)
 
 
+def test_a_broadcast_comes_before_messages_that_follow_it():
+    def work(comm):
+        broadcast = comm.broadcast(torch.zeros(250))
+        sends, receives = [{1: torch.zeros(25_000)}, {}], [{}, {0: torch.zeros(25_000)}]
+        exchange = comm.exchange(sends[comm.rank], receives[comm.rank])
+        broadcast.wait()
+        comm.compute(0.5 * comm.rank)
+        exchange.wait()
+
+    assert seconds(work, 2) == pytest.approx(0.01 + 0.001 + 0.5)
+
+
 def test_workers_of_a_node_share_its_line():
     x = torch.zeros(250)
     expected = 2 * 6 * 1000 / 1e6 + 0.01

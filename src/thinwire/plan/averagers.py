@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..average import Averager
-from ..average.mean.exchange import Exchange, find_exchange
+from ..average.mean.exchange import EXCHANGES, Exchange, find_exchange
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:
@@ -52,6 +52,13 @@ def has_leaders(averager: Averager) -> bool:
     """Whether the first worker of a node sends for all of it, and the others all do the same, with the same peers."""
     exchange = exchange_of(averager)[1]
     return exchange is not None and exchange.needs_nodes
+
+
+def is_uniform(averager: Averager) -> bool:
+    """Whether its exchange has all workers do the same, so that one of them, or a leader and a member, stands for all."""
+    is_auto, exchange = exchange_of(averager)
+    possible = EXCHANGES.values() if is_auto else [] if exchange is None else [exchange]
+    return all(exchange.is_uniform for exchange in possible)
 
 
 def uses_nodes(averager: Averager) -> bool:

@@ -16,7 +16,7 @@ from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
 from ..topology.measured import shares
-from .averagers import has_leaders, is_circulant, planned, settings_of, uses_nodes
+from .averagers import has_leaders, is_circulant, is_uniform, planned, settings_of, uses_nodes
 from .methods import BF16, DDP, OPTIMIZERS, Method, methods
 from .network import Network
 from .record import Program, record
@@ -64,7 +64,8 @@ class Prediction:
         method: its name.
         strategy: its notation.
         step_seconds: of one step, with its computation.
-        bytes_out: what a node sends to other nodes in one step; with one worker on a node, what a worker sends.
+        bytes_out: what a node sends to other nodes in one step, the one that sends most; with one worker on a node, what a
+            worker sends.
         speedup_over_fp32: the step of DDP in float32, divided by this one.
         speedup_over_bf16: the step of DDP in bfloat16, divided by this one.
         memory_bytes: what a worker keeps besides the model.
@@ -194,11 +195,24 @@ def _predicted(
         speeds.seconds,
         fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
-    of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
-    num_bytes = sum(program.bytes_out(network) for program in of_node)
+    num_bytes = _most_bytes_out(network, [programs for _, programs in buckets])
     if rhythm.in_backward:
         return seconds, num_bytes
     return compute + exposed_seconds(rhythm, seconds, compute) / rhythm.every, num_bytes / rhythm.every
+
+
+def _most_bytes_out(network: Network, calls: Sequence[Sequence[Program]]) -> float:
+    """What the node that sends most sends to other nodes, of those whose programs are known."""
+    per_node = network.workers_per_node
+    of_nodes = [
+        sum(
+            program.bytes_out(network, node)
+            for programs in calls
+            for program in programs[node * per_node : (node + 1) * per_node]
+        )
+        for node in range(len(calls[0]) // per_node)
+    ]
+    return max(of_nodes)
 
 
 def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float) -> float:
@@ -254,7 +268,7 @@ def _node(
     Where nodes do not matter, all workers do the same with peers as far away.
     """
     averager = planned(averager, workers)
-    if not is_even or not is_circulant(averager, workers, workers_per_node):
+    if not is_even or not is_uniform(averager) or not is_circulant(averager, workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node, owned)
     if averager.traits.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import PeerMessages, RingAllReduce
+from .operations import Moves
 from .record import Action, Program
 from .sized import Work
 
@@ -110,7 +110,7 @@ class _SimulatedWorker:
         for action in actions:
             if isinstance(action, Work):
                 yield self._work_seconds(action)
-            elif isinstance(action, PeerMessages | RingAllReduce):
+            elif isinstance(action, Moves):
                 operations.append(self._engine.issue(self._rank, action))
             else:
                 yield operations[action.operation]
