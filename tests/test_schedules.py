@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from helpers.spawn import WORLDS
@@ -80,15 +82,30 @@ def test_workers_with_different_schedules_fail_together():
     tw.LocalWorld(2, timeout_seconds=10).run(worker)
 
 
+@dataclass(frozen=True, repr=False)
+class Second(tw.schedule.Schedule):
+    """One value in the first round, and another one in all others; it does not say which it takes."""
+
+    first: int
+    second: int
+    unit: str = "step"
+
+    def at(self, progress):
+        return self.second if progress.step else self.first
+
+
 @pytest.mark.parametrize(
-    ("codec", "message"),
+    ("build", "values", "message"),
     [
-        (tw.QSGD(levels=tw.schedule.Values((255, 0), unit="step")), "levels must be an integer from 1 to 32767, got 0"),
-        (tw.QSGD(bits=tw.schedule.Values((8, 9), unit="step")), "bits must be an integer from 1 to 8, got 9"),
-        (tw.NUQSGD(bits=tw.schedule.Values((8, 1), unit="step")), "bits must be an integer from 2 to 8, got 1"),
+        (lambda value: tw.QSGD(levels=value), (255, 0), "must be an integer from 1 to 32767, got 0"),
+        (lambda value: tw.QSGD(bits=value), (8, 9), "must be an integer from 1 to 8, got 9"),
+        (lambda value: tw.NUQSGD(bits=value), (8, 1), "must be an integer from 2 to 8, got 1"),
+        (tw.TopK, (0.5, 2), "must be above 0 and at most 1, got 2"),
     ],
-    ids=repr,
 )
-def test_a_value_out_of_range_is_refused_when_its_round_comes(codec, message):
+def test_a_value_out_of_range_is_refused_at_once_or_when_its_round_comes(build, values, message):
+    with pytest.raises(ValueError, match=message):
+        build(tw.schedule.Values(values, unit="step"))
+    codec = build(Second(*values))
     with pytest.raises(ValueError, match=message):
         tw.LocalWorld(2).run(rounds, codec)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..options import require_integer
+from ..options import require_integer, require_kind
 from .base import Neighbours, Topology
 
 Links = set[tuple[int, int]]  # (sender, receiver)
@@ -39,6 +39,9 @@ class Phases(Topology):
     def __post_init__(self) -> None:
         # Tuples can be hashed, and caches have topologies as their keys.
         object.__setattr__(self, "phases", tuple((start, topology) for start, topology in self.phases))
+        for start, topology in self.phases:
+            require_integer("Phases: each start", start, 0)
+            require_kind("Phases: each phase", topology, Topology, "a topology such as Ring()")
         starts = [start for start, _ in self.phases]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"Phases: phases must start at 0 and ascend, got the starts {starts}")
@@ -98,6 +101,7 @@ class Hierarchical(Topology):
     workers_per_node: int
 
     def __post_init__(self) -> None:
+        require_kind("Hierarchical: inner", self.inner, Topology, "a topology such as Ring()")
         require_integer("Hierarchical: workers_per_node", self.workers_per_node, 1)
 
     def node(self, rank: int) -> int:
