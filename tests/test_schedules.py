@@ -18,8 +18,14 @@ CASES = {
     "NUQSGD bits": lambda value: tw.NUQSGD(bits=value, bucket_size=64),
     "TopK ratio": lambda value: tw.TopK(value),
     "values of a chain": lambda value: tw.chain(tw.TopK(0.3), tw.QSGD(levels=value)),
+    "equal tiles": lambda value: tw.chain(tw.codec.Tiles(8, divisors=True), tw.codec.BlockwiseTopK(value, block=40)),
 }
-VALUES = {"QSGD levels": (255, 15, 4), "TopK ratio": (0.5, 0.1, 0.02), "values of a chain": (100, 7, 1)}
+VALUES = {
+    "QSGD levels": (255, 15, 4),
+    "TopK ratio": (0.5, 0.1, 0.02),
+    "values of a chain": (100, 7, 1),
+    "equal tiles": (0.5, 0.1, 0.02),
+}
 
 
 def values_of(name):
