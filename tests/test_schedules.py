@@ -106,6 +106,8 @@ class Second(tw.schedule.Schedule):
         (lambda value: tw.QSGD(levels=value), (255, 0), "must be an integer from 1 to 32767, got 0"),
         (lambda value: tw.QSGD(bits=value), (8, 9), "must be an integer from 1 to 8, got 9"),
         (lambda value: tw.NUQSGD(bits=value), (8, 1), "must be an integer from 2 to 8, got 1"),
+        (lambda value: tw.QSGD(bits=value), (8, 1), "one bit has no room for a zero level"),
+        (lambda value: tw.NUQSGD(bits=value, multiplier=0.1), (4, 8), r"as float32, got \[-0.0, -0.0\] at number 47"),
         (tw.TopK, (0.5, 2), "must be above 0 and at most 1, got 2"),
     ],
 )
