@@ -61,6 +61,10 @@ AVERAGERS = [
     tw.Choco(tw.Ring(), tw.TopK(0.1), 0.2),
     tw.DeepSqueeze(tw.Ring()),
     tw.PowerGossip(tw.Ring()),
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), 2)),
+    tw.PushSum(tw.topology.Hierarchical(tw.topology.DirectedRing(), 2)),
+    tw.average.ClippedGossip(tw.Complete()),
+    tw.Moniqua(tw.Ring()),
 ]
 
 
@@ -293,6 +297,12 @@ def test_a_slow_line_slows_all_methods_and_shares_bear_it():
     assert slow["DDP, float32"] == pytest.approx(5 * fast["DDP, float32"], rel=0.05)
     name = "4 bits, scatter_reduce"
     assert 2.0 < slow[name] / fast[name] < 4.5
+
+
+@pytest.mark.parametrize("strategy", [tw.Asynchronous(), tw.Shards()], ids=repr)
+def test_strategies_without_rounds_are_refused(strategy):
+    with pytest.raises(ValueError, match="a plan predicts strategies whose averager has rounds"):
+        predict(1000, 0.1, Network(4), candidates=[Method("none", strategy)])
 
 
 def test_names_of_candidates_are_their_own():

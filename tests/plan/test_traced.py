@@ -131,6 +131,34 @@ def test_a_round_takes_as_long_as_the_plan_predicts(averager):
     assert found == pytest.approx(predicted, rel=0.03)
 
 
+GOSSIP = [
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), 2)),
+    tw.Mix(tw.topology.Phases(((0, tw.topology.Hierarchical(tw.Ring(), 2)), (3, tw.Ring())))),
+    tw.Mix(tw.topology.Star()),
+    tw.Choco(tw.Ring()),
+    tw.average.ClippedGossip(tw.Complete()),
+    tw.Moniqua(tw.Ring()),
+]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("averager", GOSSIP, ids=repr)
+def test_a_round_of_gossip_takes_as_long_as_the_plan_predicts(averager, per_node):
+    def timed(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        named = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES[1:])]
+        state = averager.init(named, comm)
+        begun = comm.virtual_seconds()
+        averager.step(state, named, comm).wait()
+        return comm.virtual_seconds() - begun
+
+    network = Network(8, per_node, outer=Link(1e6, 0.001), inner=Link(1e8, 0.0001))
+    (found, *_) = SimulatedWorld(network, measures=False).run(timed)
+    workload, no_work = Workload(tuple(SHAPES[1:]), 0.0), Speeds(copy_bytes_per_second=float("inf"))
+    predicted, _ = predict_method(Method("", tw.Gossip(averager)), workload, network, no_work)
+    assert found == pytest.approx(predicted)
+
+
 def train(comm, steps, overlap):
     """Seconds of `steps` rounds of gossip with 0.1 s of computation each; a round sends for 0.08 s."""
     torch.manual_seed(0)

@@ -94,7 +94,7 @@ def predict(
     candidates: Sequence[Method] | None = None,
     optimizer: str | None = None,
 ) -> list[Prediction]:
-    """Predict a training step of each method, the fastest first.
+    """Predict a training step of each method, the fastest first. A topology that varies in time counts with its first step.
 
     Args:
         model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
@@ -167,7 +167,11 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
     A codec that follows the line takes the most bytes that make the step no longer than it allows.
     """
     strategy = method.strategy
-    assert isinstance(strategy.averager, Averager), "one without rounds has no program"
+    require(
+        isinstance(strategy, Averaging) and isinstance(strategy.averager, Averager),
+        f"a plan predicts strategies whose averager has rounds, such as Gradients(Mean()), got {strategy!r}",
+    )
+    assert isinstance(strategy.averager, Averager)  # for the type checker
     averagers, wait_share = settings_of(strategy.averager)
     found = (math.inf, math.inf)
     for averager in averagers:

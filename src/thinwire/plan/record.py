@@ -11,9 +11,9 @@ A *program* lists the actions of one worker for one call of `Averager.step`:
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
 its `nbytes` and makes payloads of that size; see `sized.py`. A payload of variable size counts with its upper bound.
 
-Exchanges that add coordinates before they send them on (`sparse_reduce`) read positions and counts. They are recorded on
-tensors of zeros, of which the stand-in selects evenly spaced coordinates. Every other worker is taken to send what this
-one would send to itself.
+Exchanges that add coordinates before they send them on (`sparse_reduce`) read positions and counts, and some averagers read
+values (`ClippedGossip`). These are recorded on tensors of zeros, of which the stand-in selects evenly spaced coordinates. Every
+other worker is taken to send what this one would send to itself.
 """
 
 from __future__ import annotations
@@ -121,11 +121,19 @@ def record(
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
     """
-    mail: Mail = defaultdict(deque)
-    device = "cpu" if adds_coordinates(averager) else "meta"
-    tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
-    with Shapes() if device == "meta" else nullcontext():
+
+    def on(device: str) -> list[Program]:
+        mail: Mail = defaultdict(deque)
+        tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
         return [_record(averager, tensors, Recorder(rank, size, shares), mail, workers_per_node) for rank in ranks]
+
+    if adds_coordinates(averager):
+        return on("cpu")
+    try:
+        with Shapes():
+            return on("meta")
+    except RuntimeError:  # of PyTorch, where an averager reads values
+        return on("cpu")
 
 
 def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:

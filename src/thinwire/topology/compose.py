@@ -74,6 +74,9 @@ class Phases(Topology):
         for _, topology in self.phases:
             topology.validate(size)
 
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        return all(topology.is_circulant(size, shift) for _, topology in self.phases)
+
 
 @dataclass(frozen=True, repr=False)
 class Hierarchical(Topology):
@@ -151,6 +154,11 @@ class Hierarchical(Topology):
                 f"use a multiple of {self.workers_per_node}"
             )
         self.inner.validate(self.num_nodes(size))
+
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        """Only for whole nodes: their leaders do what no other worker does."""
+        nodes, rest = divmod(shift, self.workers_per_node)
+        return rest == 0 and self.inner.is_circulant(self.num_nodes(size), nodes)
 
 
 def links_of(topology: Topology, step: int, size: int) -> tuple[Links, Links]:
