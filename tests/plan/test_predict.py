@@ -48,6 +48,7 @@ AVERAGERS = [
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="hierarchical", workers_per_node=2),
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather", granularity="bucket"),
     tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather"),
+    tw.Mean(tw.TopK(1.0), tw.MomentumCorrection(), exchange="all_gather"),
     tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
     tw.PowerSGD(rank=2),
     tw.average.Dion(rank=2),
