@@ -184,25 +184,43 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
 def _predicted(
     strategy: Averaging[AveragerAttachment], workload: Workload, network: Network, speeds: Speeds
 ) -> tuple[float, float]:
-    rhythm = strategy.rhythm
+    rhythm, compute = strategy.rhythm, workload.compute_seconds
+    if rhythm.in_backward:
+        forward = FORWARD_SHARE * compute
+        return _round(strategy, workload.shapes, forward, compute - forward, network, speeds)
+    # Nothing is sent in backward, so a round is simulated alone; `exposed_seconds` says what compute cannot hide.
+    fragment = tuple(_part(shape, rhythm.fragments) for shape in workload.shapes)
+    seconds, num_bytes = _round(strategy, fragment, 0.0, 0.0, network, speeds)
+    exposed = exposed_seconds(rhythm, seconds, compute)
+    return compute + exposed / rhythm.every, rhythm.fragments * num_bytes / rhythm.every
+
+
+def _round(
+    strategy: Averaging[AveragerAttachment],
+    shapes: tuple[torch.Size, ...],
+    forward: float,
+    backward: float,
+    network: Network,
+    speeds: Speeds,
+) -> tuple[float, float]:
+    """Seconds of a round with so much computation before it and beside it, and the bytes that a node sends to others."""
     owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
     is_even = not network.uplinks
-    buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node, is_even, owned)
-    compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
-    # Where nothing is sent in backward, the round is simulated alone; `exposed_seconds` adds what compute cannot hide.
-    backward = compute - forward if rhythm.in_backward else 0.0
+    buckets = programs_of(strategy, shapes, network.workers, network.workers_per_node, is_even, owned)
     total = sum(numel for numel, _ in buckets)
     seconds = simulate(
         network,
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
-        forward if rhythm.in_backward else 0.0,
+        forward,
         speeds.seconds,
         fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
-    num_bytes = _most_bytes_out(network, [programs for _, programs in buckets])
-    if rhythm.in_backward:
-        return seconds, num_bytes
-    return compute + exposed_seconds(rhythm, seconds, compute) / rhythm.every, num_bytes / rhythm.every
+    return seconds, _most_bytes_out(network, [programs for _, programs in buckets])
+
+
+def _part(shape: torch.Size, num_parts: int) -> torch.Size:
+    """One of so many equal parts of a tensor, by rows."""
+    return torch.Size([-(-rows // num_parts) for rows in shape[:1]] + list(shape[1:]))
 
 
 def _most_bytes_out(network: Network, calls: Sequence[Sequence[Program]]) -> float:
@@ -219,18 +237,18 @@ def _most_bytes_out(network: Network, calls: Sequence[Sequence[Program]]) -> flo
     return max(of_nodes)
 
 
-def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float) -> float:
-    """What the training waits for in a period: what a fragment's exchange takes beyond the steps that hide it.
+def exposed_seconds(rhythm: Rhythm, fragment_seconds: float, compute_seconds: float) -> float:
+    """What the training waits for in a period: what each fragment's exchange takes beyond the steps that hide it.
 
     One fragment is in flight at a time, so that the steps between two fragments are the most that can hide one.
 
     Example:
         >>> rhythm = Rhythm(every=40, fragments=4, delay=5)
-        >>> exposed_seconds(rhythm, 20.0, 1.0), exposed_seconds(rhythm, 24.0, 1.0)
+        >>> exposed_seconds(rhythm, 5.0, 1.0), exposed_seconds(rhythm, 6.0, 1.0)
         (0.0, 4.0)
     """
     hidden = min(rhythm.delay, rhythm.every / rhythm.fragments) * compute_seconds
-    return rhythm.fragments * max(0.0, round_seconds / rhythm.fragments - hidden)
+    return rhythm.fragments * max(0.0, fragment_seconds - hidden)
 
 
 @lru_cache(maxsize=512)  # figures ask for the same programs at many rates
