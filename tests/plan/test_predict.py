@@ -315,6 +315,12 @@ def test_strategies_without_rounds_are_refused(strategy):
         predict(1000, 0.1, Network(4), candidates=[Method("none", strategy)])
 
 
+def test_a_topology_that_an_averager_refuses_has_its_own_name():
+    pairs = Method("pairs", tw.Gossip(tw.Choco(tw.topology.RandomPairs())))
+    with pytest.raises(ValueError, match=r"^Choco\(RandomPairs\(\), .*the graph must not change"):
+        predict(1000, 0.1, Network(4), candidates=[pairs])
+
+
 def test_names_of_candidates_are_their_own():
     network, (first, *_, last) = Network(2), methods()
     for candidates in ([replace(last, name=first.name)], [last, replace(first, name=last.name)]):

@@ -75,7 +75,10 @@ def on_nodes(averager: Averager, workers_per_node: int) -> Averager:
 def planned(averager: Averager, size: int) -> Averager:
     """An averager that is quicker to simulate and whose rounds take as long; itself if there is none."""
     topology = parts_of(averager).get("topology")
-    changes: dict[str, Any] = {} if topology is None else {"topology": topology.planned(size)}
+    # Other averagers may refuse the topology, and must name the one that they were given.
+    if topology is None or not averager.traits.mixes_plainly:
+        return averager
+    changes: dict[str, Any] = {"topology": topology.planned(size)}
     return replace(averager, **changes)
 
 
