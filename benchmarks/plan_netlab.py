@@ -17,6 +17,7 @@ import json
 import os
 import sys
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -131,15 +132,21 @@ def communication_seconds(comm: Communicator, strategy: tw.Gradients, parameters
 def play(comm: Communicator, programs: list[Program]) -> None:
     """Send what a round sends, in the order in which the planner lets a worker do it."""
     handles: list[list[Handle]] = [[] for _ in programs]
-    stages = [iter(program.stages) for program in programs]
+    stages = [deque(program.stages) for program in programs]
+
+    def advance(number: int) -> None:
+        perform(comm, stages[number].popleft() if stages[number] else (), handles[number])
+
     for bucket, program in enumerate(programs):
         perform(comm, program.step, handles[bucket])
         for earlier in range(bucket):
-            perform(comm, next(stages[earlier], ()), handles[earlier])
+            advance(earlier)
     for bucket, program in enumerate(programs):
-        for _ in program.stages:
+        while True:
             for under_way in range(bucket, len(programs)):
-                perform(comm, next(stages[under_way], ()), handles[under_way])
+                advance(under_way)
+            if not stages[bucket]:
+                break
         perform(comm, program.wait, handles[bucket])
 
 

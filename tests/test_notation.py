@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 import threading
 import time
@@ -10,6 +11,7 @@ import time
 import pytest
 
 import thinwire as tw
+from thinwire.notation import vocabulary
 
 ALGORITHMS = [
     tw.Mean(),
@@ -102,6 +104,10 @@ def default_recursion_limit():
         ("ByName({1: Mean()})", r"a key must be a text in quotes \(at column 9 of"),
         ("ByName({**{}})", r"write the entries out \(at column 11 of"),
         ("ByName(" + "{'a': " * 60 + "1" + "}" * 60 + ")", "nested more than 50 deep"),
+        ("Phases(((0, 0),))", r"each phase must be a topology such as Ring\(\), got 0"),
+        ("Local(Mean(), 4, fragments=())", "each of fragments must be a pattern"),
+        ("Local(Mean(), 4, fragments=[['a', 1]])", "each of fragments must be a pattern"),
+        ("Fitted(3.0, measure_steps=None)", "not iterable"),
         ("ByName({})", r"give at least one pattern, such as '\*' \(at column 1 of"),
     ],
 )
@@ -119,3 +125,51 @@ def test_only_text_is_read():
 def test_infinity_is_read_back():
     rule = tw.average.CenteredClipping(tau=float("inf"))
     assert tw.parse(repr(rule)) == rule
+
+
+NEEDED = {  # arguments of names that need some
+    "BlockwiseTopK": {"ratio": "0.1"},
+    "ByName": {"averagers": "{'*': Mean()}"},
+    "ClipByNorm": {"max_norm": "1.0"},
+    "ClipByValue": {"max_value": "1.0"},
+    "CoarseGrainedTopK": {"ratio": "0.1"},
+    "DenseLast": {"codec": "QSGD(bits=4)"},
+    "DirectedGraph": {"edges": "((0, 1), (1, 0))"},
+    "Fitted": {"budget": "3.0"},
+    "GeometricWarmup": {"final": "0.1"},
+    "Gossip": {"averager": "Mix()"},
+    "Gradients": {"averager": "Mean()"},
+    "Graph": {"edges": "((0, 1),)"},
+    "Hierarchical": {"inner": "Ring()", "workers_per_node": "2"},
+    "Local": {"averager": "Mean()", "every": "4"},
+    "LowRank": {"rank": "2"},
+    "MixingMatrix": {"rows": "[[0.5, 0.5], [0.5, 0.5]]"},
+    "Phases": {"phases": "((0, Ring()), (3, Complete()))"},
+    "QSGD": {"bits": "4"},
+    "Quantize": {"levels": "(0.0, 0.5, 1.0)"},
+    "RandomK": {"ratio": "0.1"},
+    "SVD": {"rank": "2"},
+    "TopK": {"ratio": "0.1"},
+    "Values": {"values": "(1, 2)"},
+}
+ODD = f"""None 0 -1 0.5 1e308 inf '' 'x' [] [[1]] [1,[2]] {{}} {{'a':[1]}} True {10**400} {-(10**30)} () (None,) ([1],)
+    ((),) ((0,0),) Ring() QSGD(bits=4) ErrorFeedback() Mean() Mix() Values((1,2)) Gradients(Mean()) Krum() Rice() DCT()
+    OuterSGD()""".split()
+
+
+@pytest.mark.parametrize(
+    "name", sorted(vocabulary().keys() - {"Bucketing", "chain"})
+)  # whose first ones have no keyword
+def test_an_odd_argument_is_refused_in_one_line_or_can_be_used(name):
+    needed = NEEDED.get(name, {})
+    given = ", ".join(f"{key}={value}" for key, value in needed.items())
+    assert hash(tw.parse(f"{name}({given})")) is not None
+    for option in inspect.signature(vocabulary()[name]).parameters:
+        for odd in ODD:
+            text = f"{name}({', '.join(f'{key}={value}' for key, value in (needed | {option: odd}).items())})"
+            try:
+                made = tw.parse(text)
+            except ValueError as error:
+                assert "\n" not in str(error), text
+            else:
+                assert tw.parse(repr(made)) == made and hash(tw.parse(repr(made))) == hash(made), text

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from helpers.spawn import WORLDS
@@ -16,8 +18,14 @@ CASES = {
     "NUQSGD bits": lambda value: tw.NUQSGD(bits=value, bucket_size=64),
     "TopK ratio": lambda value: tw.TopK(value),
     "values of a chain": lambda value: tw.chain(tw.TopK(0.3), tw.QSGD(levels=value)),
+    "equal tiles": lambda value: tw.chain(tw.codec.Tiles(8, divisors=True), tw.codec.BlockwiseTopK(value, block=40)),
 }
-VALUES = {"QSGD levels": (255, 15, 4), "TopK ratio": (0.5, 0.1, 0.02), "values of a chain": (100, 7, 1)}
+VALUES = {
+    "QSGD levels": (255, 15, 4),
+    "TopK ratio": (0.5, 0.1, 0.02),
+    "values of a chain": (100, 7, 1),
+    "equal tiles": (0.5, 0.1, 0.02),
+}
 
 
 def values_of(name):
@@ -80,15 +88,32 @@ def test_workers_with_different_schedules_fail_together():
     tw.LocalWorld(2, timeout_seconds=10).run(worker)
 
 
+@dataclass(frozen=True, repr=False)
+class Second(tw.schedule.Schedule):
+    """One value in the first round, and another one in all others; it does not say which it takes."""
+
+    first: int
+    second: int
+    unit: str = "step"
+
+    def at(self, progress):
+        return self.second if progress.step else self.first
+
+
 @pytest.mark.parametrize(
-    ("codec", "message"),
+    ("build", "values", "message"),
     [
-        (tw.QSGD(levels=tw.schedule.Values((255, 0), unit="step")), "levels must be an integer from 1 to 32767, got 0"),
-        (tw.QSGD(bits=tw.schedule.Values((8, 9), unit="step")), "bits must be an integer from 1 to 8, got 9"),
-        (tw.NUQSGD(bits=tw.schedule.Values((8, 1), unit="step")), "bits must be an integer from 2 to 8, got 1"),
+        (lambda value: tw.QSGD(levels=value), (255, 0), "must be an integer from 1 to 32767, got 0"),
+        (lambda value: tw.QSGD(bits=value), (8, 9), "must be an integer from 1 to 8, got 9"),
+        (lambda value: tw.NUQSGD(bits=value), (8, 1), "must be an integer from 2 to 8, got 1"),
+        (lambda value: tw.QSGD(bits=value), (8, 1), "one bit has no room for a zero level"),
+        (lambda value: tw.NUQSGD(bits=value, multiplier=0.1), (4, 8), r"as float32, got \[-0.0, -0.0\] at number 47"),
+        (tw.TopK, (0.5, 2), "must be above 0 and at most 1, got 2"),
     ],
-    ids=repr,
 )
-def test_a_value_out_of_range_is_refused_when_its_round_comes(codec, message):
+def test_a_value_out_of_range_is_refused_at_once_or_when_its_round_comes(build, values, message):
+    with pytest.raises(ValueError, match=message):
+        build(tw.schedule.Values(values, unit="step"))
+    codec = build(Second(*values))
     with pytest.raises(ValueError, match=message):
         tw.LocalWorld(2).run(rounds, codec)

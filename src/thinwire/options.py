@@ -5,18 +5,21 @@
     require_choice("Mean: divide_by", word, WORDS)        Mean: divide_by must be one of workers, senders, got 'all'
     require_kind("Mean: codec", codec, Codec, "a codec such as TopK(0.01)")
 
-True and False are no numbers. A check may let None or a schedule pass too; a schedule's values are checked one by one.
+True and False are no numbers. A check may let None or a schedule pass too, whose values are checked as far as they are known.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterable
 from operator import ge, gt, le, lt
 from typing import Any
 
 from .algorithm import require
 from .schedule import Schedule
+
+MAX_INTEGER, MAX_NUMBER = 2**63 - 1, sys.float_info.max  # of the types that options are computed with
 
 
 def require_integer(
@@ -29,7 +32,7 @@ def require_integer(
     or_schedule: bool = False,
     hint: str = "",
 ) -> None:
-    """Require an integer from `least` to `most`.
+    """Require an integer from `least` to `most`, of 64 bits at most.
 
     Args:
         what: the option, as in "QSGD: bits".
@@ -46,7 +49,11 @@ def require_integer(
         Traceback (most recent call last):
         ValueError: SVD: rank must be an integer, 1 or more, got 0
     """
+    for one in _extremes(value, or_schedule):
+        require_integer(f"{what} in {value}", one, least, most, hint=hint)
     integer = isinstance(value, int) and not isinstance(value, bool)
+    if most is None and integer and value > MAX_INTEGER:  # type: ignore[operator]  # an integer
+        most = MAX_INTEGER
     fits = integer and least <= value and (most is None or value <= most)  # type: ignore[operator]  # an integer
     expected = f"an integer, {least} or more" if most is None else f"an integer from {least} to {most}"
     _require(fits, what, value, expected, or_none, or_schedule, hint)
@@ -78,8 +85,11 @@ def require_number(
         Traceback (most recent call last):
         ValueError: Dion: mu must be at least 0 and below 1, got 1.0
     """
-    # What is no number becomes NaN, which no bound holds for.
+    for one in _extremes(value, or_schedule):
+        require_number(f"{what} in {value}", one, above=above, least=least, below=below, most=most, hint=hint)
+    # What is no number, or an integer that is too large for a float, becomes NaN, which no bound holds for.
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
+    number = math.nan if isinstance(number, int) and abs(number) > MAX_NUMBER else number
     limits = [("above", above, gt), ("at least", least, ge), ("below", below, lt), ("at most", most, le)]
     fits = all(bound is None or compare(number, bound) for _, bound, compare in limits)
     words = [f"{word} {bound}" for word, bound, _ in limits if bound not in (None, math.inf)]
@@ -107,6 +117,10 @@ def require_kind(
         ValueError: anything else.
     """
     _require(isinstance(value, kind), what, value, expected, or_none, False, hint)
+
+
+def _extremes(value: object, or_schedule: bool) -> tuple[object, ...]:
+    return value.extremes if or_schedule and isinstance(value, Schedule) else ()
 
 
 def _require(fits: bool, what: str, value: object, expected: str, or_none: bool, or_schedule: bool, hint: str) -> None:

@@ -7,6 +7,7 @@ it by its value at one moment. All workers count progress alike, so they all get
 from __future__ import annotations
 
 import dataclasses
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -33,6 +34,11 @@ class Schedule(Algorithm, ABC):
     def follows_epochs(self) -> bool:
         """Whether it counts epochs, not steps."""
         return self.unit == "epoch"
+
+    @property
+    def extremes(self) -> tuple[float | int, ...]:
+        """Values with the least and the greatest of all among them, if these are known: options are checked with them."""
+        return ()
 
     @abstractmethod
     def at(self, progress: Progress) -> float | int:
@@ -71,9 +77,14 @@ class GeometricWarmup(Schedule):
     unit: str = "epoch"
 
     def __post_init__(self) -> None:
-        require(self.final > 0 and self.start > 0, f"{self}: start and final must be positive")
+        for value in (self.start, self.final):
+            require(_is_number(value) and value > 0, f"{self}: start and final must be positive numbers")
         require(isinstance(self.num, int) and self.num >= 0, f"{self}: num must be an integer, 0 or more")
         _check_unit(self)
+
+    @property
+    def extremes(self) -> tuple[float | int, ...]:
+        return self.at(Progress()), self.final
 
     def at(self, progress: Progress) -> float:
         i = getattr(progress, self.unit)
@@ -90,7 +101,7 @@ class Values(Schedule):
         unit: "epoch" or "step".
 
     Raises:
-        ValueError: no values, or an unknown unit.
+        ValueError: no values, one that is no finite number, or an unknown unit.
 
     Example:
         >>> import thinwire as tw
@@ -106,8 +117,13 @@ class Values(Schedule):
     def __post_init__(self) -> None:
         object.__setattr__(self, "values", tuple(self.values))  # a list has no hash
         require(len(self.values) > 0, "Values: give at least one value")
+        require(all(map(_is_number, self.values)), f"{self}: each value must be a finite number")
         require(isinstance(self.every, int) and self.every >= 1, f"{self}: every must be a positive integer")
         _check_unit(self)
+
+    @property
+    def extremes(self) -> tuple[float | int, ...]:
+        return self.values
 
     def at(self, progress: Progress) -> float | int:
         now: int = getattr(progress, self.unit)
@@ -133,6 +149,10 @@ def _resolved(value: object, progress: Progress) -> object:
     if isinstance(value, Schedule):
         return value.at(progress)
     return resolve(value, progress) if isinstance(value, Algorithm) else value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and abs(value) <= sys.float_info.max
 
 
 def _check_unit(schedule: GeometricWarmup | Values) -> None:

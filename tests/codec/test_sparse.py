@@ -121,6 +121,14 @@ def test_sampled_topk_of_few_large_elements():
     assert torch.equal(sent(tw.TopK(0.01, sample=0.01), x), x)
 
 
+def test_a_sample_may_see_large_elements_alone_so_that_nothing_is_lossless():
+    codec, each = tw.TopK(1.0, sample=0.1), torch.full((9, 999), 0.01)
+    for start, x in enumerate(each):
+        x[start::9] = 1.0  # the sample is every ninth element, from some start
+    assert sum(torch.equal(sent(codec, x), x) for x in each) == 8
+    assert not codec.traits.lossless and tw.TopK(1.0).traits.lossless
+
+
 # ---- random-k ----
 
 

@@ -111,3 +111,15 @@ def test_state_dict_loads_with_weights_only(memory, tmp_path):
         memory.init([("v", torch.zeros(2, 3))]).load_state_dict(state.state_dict())
     with pytest.raises(ValueError, match="'w.* has 6 elements, expected 4"):
         memory.init([("w", torch.zeros(4))]).load_state_dict(state.state_dict())
+
+
+def test_sign_descent_lets_the_other_memory_discard():
+    class Counting(tw.ErrorFeedback):
+        def discard(self, state):
+            super().discard(state)
+            discarded.append(state)
+
+    discarded, memory = [], tw.memory.SignDescent(Counting())
+    state = memory.init([("w", torch.zeros(2))])
+    memory.discard(state)
+    assert discarded == [state]

@@ -320,6 +320,12 @@ def test_a_loss_scale_changes_nothing(codec, clip):
         assert all(torch.equal(memory_a[n], memory_b[n]) for n in memory_a)
 
 
+def test_a_bound_beyond_float32_clips_nothing():
+    x = torch.tensor([3e38, -1.0, math.inf])
+    assert torch.equal(tw.average.ClipByValue(1e308).apply(x, num_workers=4), x)
+    assert torch.equal(tw.average.ClipValueByGlobalNorm().apply(x, num_workers=4, norm=1e39), x)
+
+
 def test_clips_by_their_definition():
     g = torch.tensor([[3.0, -4.0], [12.0, 0.0]])
     torch.testing.assert_close(tw.average.ClipByNorm(6.5).apply(g, num_workers=4), g * 0.25)

@@ -7,15 +7,29 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import is_dataclass, replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.ledgers import ledger_of_round
+from helpers.pages import blocks
 
 import thinwire as tw
+from thinwire.average.mean.exchange import EXCHANGES
 from thinwire.comm import Ledger
 from thinwire.lab.recipes import recipes
-from thinwire.plan import Link, Network, Program, predict, record, simulate
+from thinwire.plan import (
+    Link,
+    Method,
+    Network,
+    Program,
+    Speeds,
+    Workload,
+    predict,
+    predict_method,
+    record,
+    simulate,
+)
 from thinwire.plan.averagers import on_nodes
 from thinwire.plan.methods import methods
 from thinwire.plan.predict import programs_of
@@ -24,6 +38,7 @@ from thinwire.plan.simulate import Bucket
 from thinwire.topology.measured import shares
 
 SHAPES = [torch.Size([64, 48]), torch.Size([48]), torch.Size([33, 17])]
+NO_WORK = Speeds(copy_bytes_per_second=float("inf"))
 SPARSE = tw.chain(tw.TopK(0.05), tw.QSGD(bits=4))
 AVERAGERS = [
     tw.Mean(exchange="all_reduce"),
@@ -33,6 +48,7 @@ AVERAGERS = [
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="hierarchical", workers_per_node=2),
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather", granularity="bucket"),
     tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather"),
+    tw.Mean(tw.TopK(1.0), tw.MomentumCorrection(), exchange="all_gather"),
     tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
     tw.PowerSGD(rank=2),
     tw.average.Dion(rank=2),
@@ -46,6 +62,10 @@ AVERAGERS = [
     tw.Choco(tw.Ring(), tw.TopK(0.1), 0.2),
     tw.DeepSqueeze(tw.Ring()),
     tw.PowerGossip(tw.Ring()),
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), 2)),
+    tw.PushSum(tw.topology.Hierarchical(tw.topology.DirectedRing(), 2)),
+    tw.average.ClippedGossip(tw.Complete()),
+    tw.Moniqua(tw.Ring()),
 ]
 
 
@@ -110,6 +130,44 @@ def test_equal_workers_are_recorded_once(monkeypatch):
     assert recorded == {16: 4, 64: 4}
 
 
+@pytest.fixture
+def star(monkeypatch):
+    """A `Mean` over the exchange of the guide, in which rank 0 collects all messages and broadcasts them."""
+    monkeypatch.setitem(EXCHANGES, "star", None)  # so that it is taken out again
+    page = Path(__file__).parents[2] / "docs" / "guide" / "add-an-exchange.md"
+    exec(blocks(page)[0].code, {"__name__": "star"})
+    return tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback(), exchange="star")
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_an_exchange_that_broadcasts_takes_its_closed_form(star, size):
+    """Rank 0 gets W - 1 messages of m bytes; then W m bytes go down a tree of log2 W rounds."""
+    network = Network(size, outer=Link(1e6, 0.01))
+    seconds, num_bytes = predict_method(
+        Method("star", tw.Gradients(star)), Workload((torch.Size([500, 400]),), 0.0), network, NO_WORK
+    )
+    message, rounds = tw.QSGD(bits=4).nbytes(200_000), size.bit_length() - 1
+    assert num_bytes == rounds * size * message
+    collected = 0.01 + (size - 1) * message / 1e6
+    assert seconds == pytest.approx(collected + rounds * (0.01 + size * message / 1e6))
+
+
+def test_an_exchange_that_broadcasts_is_recorded_as_it_runs(star):
+    for rank, ledger in enumerate(tw.LocalWorld(4).run(real_ledger, star)):
+        (predicted,) = record(star, SHAPES, [rank], size=4)
+        assert predicted.ledger.as_dict() == ledger.as_dict()
+        assert predicted.bytes_out(Network(4), rank) == ledger.bytes_sent
+    with pytest.raises(ValueError, match="a broadcast has a root"):
+        predicted.shifted(1, 4)
+
+
+def test_the_bytes_of_a_plan_are_those_of_the_node_that_sends_most():
+    """Rank 1 is in the middle of a line, and has two neighbours; rank 0 is at its end."""
+    line = Method("line", tw.Gossip(tw.Mix(tw.topology.Graph(((0, 1), (1, 2))))))
+    _, num_bytes = predict_method(line, Workload((torch.Size([1000]),), 0.0), Network(3), NO_WORK)
+    assert num_bytes == 2 * 4000
+
+
 def test_stages_of_several_buckets_are_in_flight_together():
     # Each bucket sends twice, and four buckets one after the other would take eight latencies. Bucket 3 is sent when
     # bucket 1 has waited for bucket 0, one latency late; its own two follow.
@@ -167,6 +225,15 @@ def test_local_rounds_cost_their_share_and_a_delay_hides_them():
     assert by_name["Streaming DiLoCo, every 30"].step_seconds == 0.25
     assert by_name["NoLoCo, every 30"].bytes_out == pytest.approx(2 * 40e6 / 30)
     assert diloco.bytes_out / by_name["SparseLoCo, every 15"].bytes_out > 30
+
+
+def test_each_fragment_has_a_round_of_its_own():
+    """A ring of 6 steps for each of two halves, every 8 steps: each of them has the latencies of a whole round."""
+    network, workload = Network(4, outer=Link(1e6, 0.01)), Workload((torch.Size([200, 100]),), 0.05)
+    halves = tw.Local(tw.Mean(exchange="all_reduce"), every=8, fragments=2)
+    seconds, num_bytes = predict_method(Method("halves", halves), workload, network, NO_WORK)
+    assert seconds == pytest.approx(0.05 + 2 * 6 * (0.01 + 40_000 / 4 / 1e6) / 8)
+    assert num_bytes == 2 * 3 / 4 * 80_000 / 8
 
 
 PLAN_ALL = """
@@ -240,6 +307,18 @@ def test_a_slow_line_slows_all_methods_and_shares_bear_it():
     assert slow["DDP, float32"] == pytest.approx(5 * fast["DDP, float32"], rel=0.05)
     name = "4 bits, scatter_reduce"
     assert 2.0 < slow[name] / fast[name] < 4.5
+
+
+@pytest.mark.parametrize("strategy", [tw.Asynchronous(), tw.Shards()], ids=repr)
+def test_strategies_without_rounds_are_refused(strategy):
+    with pytest.raises(ValueError, match="a plan predicts strategies whose averager has rounds"):
+        predict(1000, 0.1, Network(4), candidates=[Method("none", strategy)])
+
+
+def test_a_topology_that_an_averager_refuses_has_its_own_name():
+    pairs = Method("pairs", tw.Gossip(tw.Choco(tw.topology.RandomPairs())))
+    with pytest.raises(ValueError, match=r"^Choco\(RandomPairs\(\), .*the graph must not change"):
+        predict(1000, 0.1, Network(4), candidates=[pairs])
 
 
 def test_names_of_candidates_are_their_own():

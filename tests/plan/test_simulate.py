@@ -99,6 +99,14 @@ def test_messages_with_no_sender_are_an_error():
         seconds(Network(2, outer=LINK), [[lonely]])
 
 
+def test_a_message_that_is_on_its_way_is_waited_for():
+    """It takes 0.2 s and a latency; who asks for it in the middle of that gets it at the same time."""
+    sends = program(PeerMessages(((1, 200_000),), ()), wait=[Wait(0)])
+    receives = program(Work("encode", 1, "other"), PeerMessages((), ((0, 200_000),)), wait=[Wait(0)])
+    got = seconds(Network(2, outer=LINK), [[sends, receives]], work=lambda work: 0.1, fold=False)
+    assert got == pytest.approx(0.01 + 0.2)
+
+
 def test_texts_of_rates_and_times():
     assert Link.of("100mbit", "50us") == Link(12.5e6, 50e-6)
     assert Link.of("25Gb/s").bytes_per_second == 25e9 / 8

@@ -54,6 +54,18 @@ def test_a_broadcast_goes_down_a_tree(size, expected):
     assert seconds(lambda comm: comm.broadcast(x.clone(), root=1).wait(), size) == pytest.approx(expected)
 
 
+def test_a_broadcast_comes_before_messages_that_follow_it():
+    def work(comm):
+        broadcast = comm.broadcast(torch.zeros(250))
+        sends, receives = [{1: torch.zeros(25_000)}, {}], [{}, {0: torch.zeros(25_000)}]
+        exchange = comm.exchange(sends[comm.rank], receives[comm.rank])
+        broadcast.wait()
+        comm.compute(0.5 * comm.rank)
+        exchange.wait()
+
+    assert seconds(work, 2) == pytest.approx(0.01 + 0.001 + 0.5)
+
+
 def test_workers_of_a_node_share_its_line():
     x = torch.zeros(250)
     expected = 2 * 6 * 1000 / 1e6 + 0.01
@@ -97,8 +109,9 @@ AVERAGERS = [
 ]
 
 
+@pytest.mark.parametrize("outer", [Link(1e6, 0.001), Link(1e7, 0.05)], ids=["slow", "long"])
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
-def test_a_round_takes_as_long_as_the_plan_predicts(averager):
+def test_a_round_takes_as_long_as_the_plan_predicts(averager, outer):
     def round_in_buckets(comm):
         generator = torch.Generator().manual_seed(comm.rank)
         named = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES)]
@@ -112,11 +125,54 @@ def test_a_round_takes_as_long_as_the_plan_predicts(averager):
             handle.wait()
         return comm.virtual_seconds() - begun
 
-    network = Network(4, 2, outer=Link(1e6, 0.001), inner=Link(1e8, 0.0001))
+    network = Network(4, 2, outer=outer, inner=Link(1e8, 0.0001))
     (found, *_) = SimulatedWorld(network, measures=False).run(round_in_buckets)
     workload, no_work = Workload(tuple(SHAPES), 0.0), Speeds(copy_bytes_per_second=float("inf"))
     predicted, _ = predict_method(Method("", tw.Gradients(averager), ""), workload, network, no_work)
     assert found == pytest.approx(predicted, rel=0.03)
+
+
+def test_the_last_bucket_sends_its_second_message_while_the_first_is_waited_for():
+    """`scatter_reduce` takes two latencies, for two buckets too."""
+
+    def work(comm, num_buckets):
+        averager, tensors = tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce"), [("x", torch.ones(8, 8))]
+        state = averager.init(tensors, comm)
+        begun = comm.virtual_seconds()
+        for handle in [averager.step(state, tensors, comm) for _ in range(num_buckets)]:
+            handle.wait()
+        return comm.virtual_seconds() - begun
+
+    world = SimulatedWorld(Network(3, outer=Link(1e9, 0.1)), measures=False)
+    assert [world.run(work, n)[0] for n in (1, 2)] == pytest.approx([0.2, 0.2], rel=0.01)
+
+
+GOSSIP = [
+    tw.Mix(tw.topology.Hierarchical(tw.Ring(), 2)),
+    tw.Mix(tw.topology.Phases(((0, tw.topology.Hierarchical(tw.Ring(), 2)), (3, tw.Ring())))),
+    tw.Mix(tw.topology.Star()),
+    tw.Choco(tw.Ring()),
+    tw.average.ClippedGossip(tw.Complete()),
+    tw.Moniqua(tw.Ring()),
+]
+
+
+@pytest.mark.parametrize("per_node", [1, 2])
+@pytest.mark.parametrize("averager", GOSSIP, ids=repr)
+def test_a_round_of_gossip_takes_as_long_as_the_plan_predicts(averager, per_node):
+    def timed(comm):
+        generator = torch.Generator().manual_seed(comm.rank)
+        named = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(SHAPES[1:])]
+        state = averager.init(named, comm)
+        begun = comm.virtual_seconds()
+        averager.step(state, named, comm).wait()
+        return comm.virtual_seconds() - begun
+
+    network = Network(8, per_node, outer=Link(1e6, 0.001), inner=Link(1e8, 0.0001))
+    (found, *_) = SimulatedWorld(network, measures=False).run(timed)
+    workload, no_work = Workload(tuple(SHAPES[1:]), 0.0), Speeds(copy_bytes_per_second=float("inf"))
+    predicted, _ = predict_method(Method("", tw.Gossip(averager)), workload, network, no_work)
+    assert found == pytest.approx(predicted)
 
 
 def train(comm, steps, overlap):

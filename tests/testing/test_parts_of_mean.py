@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.algorithm import require
 from thinwire.average import (
     Bucketing,
     CenteredClipping,
@@ -26,6 +27,7 @@ from thinwire.average import (
 )
 from thinwire.average.mean.exchange import EXCHANGES
 from thinwire.average.mean.exchange.all_gather import AllGather
+from thinwire.average.mean.exchange.base import pack
 from thinwire.average.mean.exchange.hierarchical import HierarchicalReduce
 from thinwire.average.mean.exchange.scatter_reduce import ScatterReduce
 from thinwire.average.mean.exchange.sparse_reduce import SparseReduce
@@ -258,6 +260,28 @@ class Everywhere(HierarchicalReduce):
         return (size - 1) * message
 
 
+class Rooted(AllGather):
+    """Has rank 0 send everything to all, and says that all workers do the same."""
+
+    one_step = False
+
+    def steps(self, size, workers_per_node):
+        return (size > 1) + (size - 1).bit_length()
+
+    def num_bytes(self, size, workers_per_node, message):
+        return (size - 1).bit_length() * size * message
+
+    def check(self, codec):
+        require(codec.traits.fixed_size, "a fixed size is needed")
+
+    def begin(self, job):
+        comm, message = job.comm, pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
+        received = [torch.empty_like(message) for _ in range(comm.size)] if comm.rank == 0 else []
+        yield comm.exchange({0: message} if comm.rank else {}, dict(enumerate(received[1:], start=1)))
+        last = comm.broadcast(torch.cat([message, *received[1:]]) if comm.rank == 0 else message.repeat(comm.size))
+        return lambda totals, dense: job.decode_messages(last.wait().split(len(message)), totals, dense)
+
+
 class Picky(AllGather):
     """Takes no codec."""
 
@@ -292,6 +316,7 @@ class Picky(AllGather):
             Everywhere(),
             r"hierarchical, Identity\(\), 4 workers, 2 a node: 27120 bytes leave a node, `num_bytes` says 81360",
         ),
+        (Rooted(), r"3 workers: workers send to \[2, 1, 1\] peers, so `is_uniform` must be False"),
         (Picky(), "`check` refuses all of Identity"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",

@@ -265,3 +265,10 @@ def test_any_connected_graph_gets_doubly_stochastic_weights(data, size):
     np.testing.assert_allclose(matrix.sum(axis=0), 1.0, rtol=0, atol=1e-12)
     assert np.array_equal(matrix, matrix.T)
     assert eval(repr(graph), {"Graph": tw.Graph}) == graph
+
+
+def test_a_hierarchy_looks_alike_from_nodes_and_not_from_workers():
+    """Among two nodes of two, all weights are 1/4, but only leaders send messages to the other node."""
+    nodes = tw.Hierarchical(tw.Ring(), workers_per_node=2)
+    for topology in (nodes, tw.Phases(((0, tw.Ring()), (3, nodes)))):
+        assert not topology.is_circulant(4) and topology.is_circulant(4, shift=2)

@@ -206,6 +206,12 @@ def test_watts_strogatz_of_odd_degree():
     assert len(edges(as_networkx(tw.WattsStrogatz(degree=5, rewire=0.5), 12))) == 5 * 12
 
 
+@pytest.mark.parametrize("size", [3, 4, 5, 6, 7, 8, 12])
+def test_watts_strogatz_of_the_largest_degree_is_complete(size):
+    for degree in (size - 1, size):
+        assert len(edges(as_networkx(tw.WattsStrogatz(degree=degree), size))) == size * (size - 1)
+
+
 @pytest.mark.parametrize("topology", [tw.Ring(), tw.Exponential(), tw.DirectedRing(), tw.Star()], ids=repr)
 def test_news_reaches_all_in_as_many_rounds_as_its_matrices_need(topology):
     rounds = rounds_to_reach_all(topology, 9, 1)

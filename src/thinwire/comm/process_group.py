@@ -304,9 +304,9 @@ def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float
             )
         number = store.add(f"thinwire/{members}/{world.rank()}", 1)
         with _MAKING_GROUP, _without_device(world):
+            name: Any = f"{members}-{number}"
             group, _ = c10d._new_process_group_helper(
-                *(len(ranks), ranks.index(world.rank()), ranks, dist.Backend(backend), store, f"{members}-{number}"),
-                timeout=limit,
+                *(len(ranks), ranks.index(world.rank()), ranks, dist.Backend(backend), store, name), timeout=limit
             )
     except RuntimeError as error:
         raise CommunicationError(

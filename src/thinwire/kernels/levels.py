@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -85,8 +86,12 @@ def checked_levels(levels: Sequence[float]) -> tuple[float, ...]:
     rounded = torch.tensor(levels, dtype=torch.float32, device="cpu").tolist()
     levels_bits(len(rounded))  # raises if there are too few or too many
     # Written so that NaN is refused too: its comparisons are all false.
-    if not all(a < b for a, b in pairwise(rounded)) or not -1 <= rounded[0] <= rounded[-1] <= 1:
-        raise ValueError(f"levels: expected strictly ascending numbers in [-1, 1], as float32, got {rounded}")
+    for i, (before, level) in enumerate(pairwise([-math.inf, *rounded])):
+        if not (before < level and -1 <= level <= 1):
+            got = rounded[max(0, i - 1) : i + 1]
+            raise ValueError(
+                f"levels: expected strictly ascending numbers in [-1, 1], as float32, got {got} at number {i}"
+            )
     return tuple(rounded)
 
 

@@ -35,7 +35,7 @@ class ErrorFeedback(Memory):
     """Adds what earlier payloads did not carry to the next gradient: send `C(g + d e)`, keep `e = g + d e - C(g + d e)`.
 
     Check: with d = 1, what was sent so far plus e is the sum of all gradients, so nothing is lost, only late. It costs two
-    float32 copies of what is encoded: the committed memory and the pending one, which is kept multiplied by d.
+    float32 copies of what is encoded: the committed memory, which is kept multiplied by d, and the pending one.
 
     Args:
         decay: d, in (0, 1]; lower => forgets more of what is late. SparseLoCo's 0.95 and DeMo's 0.999 make the memory a

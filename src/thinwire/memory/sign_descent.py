@@ -81,3 +81,6 @@ class SignDescent(Memory):
 
     def commit(self, state: Any) -> None:
         self.memory.commit(state)
+
+    def discard(self, state: Any) -> None:
+        self.memory.discard(state)

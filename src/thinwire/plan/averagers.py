@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..average import Averager
-from ..average.mean.exchange import Exchange, find_exchange
+from ..average.mean.exchange import EXCHANGES, Exchange, find_exchange
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:
@@ -54,6 +54,13 @@ def has_leaders(averager: Averager) -> bool:
     return exchange is not None and exchange.needs_nodes
 
 
+def is_uniform(averager: Averager) -> bool:
+    """Whether its exchange has all workers do the same, so that one of them, or a leader and a member, stands for all."""
+    is_auto, exchange = exchange_of(averager)
+    possible = EXCHANGES.values() if is_auto else [] if exchange is None else [exchange]
+    return all(exchange.is_uniform for exchange in possible)
+
+
 def uses_nodes(averager: Averager) -> bool:
     """Whether what it sends depends on which workers share a node."""
     return exchange_of(averager)[0] or has_leaders(averager)
@@ -68,7 +75,10 @@ def on_nodes(averager: Averager, workers_per_node: int) -> Averager:
 def planned(averager: Averager, size: int) -> Averager:
     """An averager that is quicker to simulate and whose rounds take as long; itself if there is none."""
     topology = parts_of(averager).get("topology")
-    changes: dict[str, Any] = {} if topology is None else {"topology": topology.planned(size)}
+    # Other averagers may refuse the topology, and must name the one that they were given.
+    if topology is None or not averager.traits.mixes_plainly:
+        return averager
+    changes: dict[str, Any] = {"topology": topology.planned(size)}
     return replace(averager, **changes)
 
 

@@ -16,11 +16,12 @@ import heapq
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 
 from .cores import Cores
 from .network import Link, Network
-from .operations import PeerMessages, RingAllReduce
+from .operations import Forward, Moves, PeerMessages, RingAllReduce
 
 EVENTS = 64
 """Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
@@ -109,24 +110,35 @@ class Engine:
 
     # ---- operations ----
 
-    def issue(self, rank: int, action: PeerMessages | RingAllReduce) -> Operation:
+    def issue(self, rank: int, action: Moves) -> Operation:
         """Start an operation of worker `rank` now."""
         if isinstance(action, RingAllReduce):
             return self._issue_ring(rank, action)
-        operation = Operation(len(action.sends) + len(action.receives))
+        operation = Operation(len(action.sends) + len(action.receives), end=self.now)
+        send = partial(self._send_next, rank, self._groups(rank, action.sends), operation)
+        received = operation
+        if isinstance(action, Forward):
+            received = Operation(len(action.receives))
+            send = partial(self._forward, received, len(action.receives), operation, send)
         for source, _ in action.receives:
-            self._expect(self._channel(source, rank), operation)
-        if operation.left == 0:
-            operation.end = self.now
-        else:
-            self._after_start(rank, action, lambda: self._send_next(rank, self._groups(rank, action.sends), operation))
+            self._expect(self._channel(source, rank), received)
+        if operation.left:
+            self._after_start(rank, action, send)
         return operation
 
-    def _after_start(self, rank: int, action: PeerMessages | RingAllReduce, send: Callable[[], None]) -> None:
+    def _forward(self, received: Operation, parts: int, operation: Operation, send: Callable[[], None]) -> None:
+        """Have an operation send once all its `parts` were received."""
+        if received.is_under_way(self.now):
+            received.waiting.append(partial(self._forward, received, parts, operation, send))
+        else:
+            operation.finish_part(self.now, self, parts)
+            send()
+
+    def _after_start(self, rank: int, action: Moves, send: Callable[[], None]) -> None:
         """Have an operation begin to send once the worker has started it."""
         node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
         inside = self.network.nodes == 1 or (
-            isinstance(action, PeerMessages) and all(peer // per_node == node for peer, _ in action.sends)
+            isinstance(action, PeerMessages | Forward) and all(peer // per_node == node for peer, _ in action.sends)
         )
         seconds = (self.network.inner if inside else self.network.outer).operation_seconds
         if seconds:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..comm.ledger import broadcast_tree
+
 
 @dataclass(frozen=True)
 class PeerMessages:
@@ -31,6 +33,17 @@ class Forward:
 
     receives: tuple[tuple[int, int], ...]
     sends: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def broadcast(cls, size: int, rank: int, root: int, num_bytes: int) -> Forward:
+        """The part of worker `rank` in a broadcast of `num_bytes` from worker `root`; nothing empty is sent.
+
+        Example:
+            >>> Forward.broadcast(size=4, rank=1, root=0, num_bytes=100)
+            Forward(receives=((0, 100),), sends=((3, 100),))
+        """
+        parents, children = broadcast_tree(size, rank, root) if num_bytes else ([], [])
+        return cls(*(tuple((peer, num_bytes) for peer in peers) for peers in (parents, children)))
 
 
 Moves = PeerMessages | RingAllReduce | Forward

@@ -16,7 +16,7 @@ from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
 from ..topology.measured import shares
-from .averagers import has_leaders, is_circulant, planned, settings_of, uses_nodes
+from .averagers import has_leaders, is_circulant, is_uniform, planned, settings_of, uses_nodes
 from .methods import BF16, DDP, OPTIMIZERS, Method, methods
 from .network import Network
 from .record import Program, record
@@ -64,7 +64,8 @@ class Prediction:
         method: its name.
         strategy: its notation.
         step_seconds: of one step, with its computation.
-        bytes_out: what a node sends to other nodes in one step; with one worker on a node, what a worker sends.
+        bytes_out: what a node sends to other nodes in one step, the one that sends most; with one worker on a node, what a
+            worker sends.
         speedup_over_fp32: the step of DDP in float32, divided by this one.
         speedup_over_bf16: the step of DDP in bfloat16, divided by this one.
         memory_bytes: what a worker keeps besides the model.
@@ -93,7 +94,7 @@ def predict(
     candidates: Sequence[Method] | None = None,
     optimizer: str | None = None,
 ) -> list[Prediction]:
-    """Predict a training step of each method, the fastest first.
+    """Predict a training step of each method, the fastest first. A topology that varies in time counts with its first step.
 
     Args:
         model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
@@ -166,7 +167,11 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
     A codec that follows the line takes the most bytes that make the step no longer than it allows.
     """
     strategy = method.strategy
-    assert isinstance(strategy.averager, Averager), "one without rounds has no program"
+    require(
+        isinstance(strategy, Averaging) and isinstance(strategy.averager, Averager),
+        f"a plan predicts strategies whose averager has rounds, such as Gradients(Mean()), got {strategy!r}",
+    )
+    assert isinstance(strategy.averager, Averager)  # for the type checker
     averagers, wait_share = settings_of(strategy.averager)
     found = (math.inf, math.inf)
     for averager in averagers:
@@ -179,40 +184,71 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
 def _predicted(
     strategy: Averaging[AveragerAttachment], workload: Workload, network: Network, speeds: Speeds
 ) -> tuple[float, float]:
-    rhythm = strategy.rhythm
+    rhythm, compute = strategy.rhythm, workload.compute_seconds
+    if rhythm.in_backward:
+        forward = FORWARD_SHARE * compute
+        return _round(strategy, workload.shapes, forward, compute - forward, network, speeds)
+    # Nothing is sent in backward, so a round is simulated alone; `exposed_seconds` says what compute cannot hide.
+    fragment = tuple(_part(shape, rhythm.fragments) for shape in workload.shapes)
+    seconds, num_bytes = _round(strategy, fragment, 0.0, 0.0, network, speeds)
+    exposed = exposed_seconds(rhythm, seconds, compute)
+    return compute + exposed / rhythm.every, rhythm.fragments * num_bytes / rhythm.every
+
+
+def _round(
+    strategy: Averaging[AveragerAttachment],
+    shapes: tuple[torch.Size, ...],
+    forward: float,
+    backward: float,
+    network: Network,
+    speeds: Speeds,
+) -> tuple[float, float]:
+    """Seconds of a round with so much computation before it and beside it, and the bytes that a node sends to others."""
     owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
     is_even = not network.uplinks
-    buckets = programs_of(strategy, workload.shapes, network.workers, network.workers_per_node, is_even, owned)
-    compute, forward = workload.compute_seconds, FORWARD_SHARE * workload.compute_seconds
-    # Where nothing is sent in backward, the round is simulated alone; `exposed_seconds` adds what compute cannot hide.
-    backward = compute - forward if rhythm.in_backward else 0.0
+    buckets = programs_of(strategy, shapes, network.workers, network.workers_per_node, is_even, owned)
     total = sum(numel for numel, _ in buckets)
     seconds = simulate(
         network,
         [Bucket(backward * numel / total, programs) for numel, programs in buckets],
-        forward if rhythm.in_backward else 0.0,
+        forward,
         speeds.seconds,
         fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
     )
-    of_node = [program for _, programs in buckets for program in programs[: network.workers_per_node]]
-    num_bytes = sum(program.bytes_out(network) for program in of_node)
-    if rhythm.in_backward:
-        return seconds, num_bytes
-    return compute + exposed_seconds(rhythm, seconds, compute) / rhythm.every, num_bytes / rhythm.every
+    return seconds, _most_bytes_out(network, [programs for _, programs in buckets])
 
 
-def exposed_seconds(rhythm: Rhythm, round_seconds: float, compute_seconds: float) -> float:
-    """What the training waits for in a period: what a fragment's exchange takes beyond the steps that hide it.
+def _part(shape: torch.Size, num_parts: int) -> torch.Size:
+    """One of so many equal parts of a tensor, by rows."""
+    return torch.Size([-(-rows // num_parts) for rows in shape[:1]] + list(shape[1:]))
+
+
+def _most_bytes_out(network: Network, calls: Sequence[Sequence[Program]]) -> float:
+    """What the node that sends most sends to other nodes, of those whose programs are known."""
+    per_node = network.workers_per_node
+    of_nodes = [
+        sum(
+            program.bytes_out(network, node)
+            for programs in calls
+            for program in programs[node * per_node : (node + 1) * per_node]
+        )
+        for node in range(len(calls[0]) // per_node)
+    ]
+    return max(of_nodes)
+
+
+def exposed_seconds(rhythm: Rhythm, fragment_seconds: float, compute_seconds: float) -> float:
+    """What the training waits for in a period: what each fragment's exchange takes beyond the steps that hide it.
 
     One fragment is in flight at a time, so that the steps between two fragments are the most that can hide one.
 
     Example:
         >>> rhythm = Rhythm(every=40, fragments=4, delay=5)
-        >>> exposed_seconds(rhythm, 20.0, 1.0), exposed_seconds(rhythm, 24.0, 1.0)
+        >>> exposed_seconds(rhythm, 5.0, 1.0), exposed_seconds(rhythm, 6.0, 1.0)
         (0.0, 4.0)
     """
     hidden = min(rhythm.delay, rhythm.every / rhythm.fragments) * compute_seconds
-    return rhythm.fragments * max(0.0, round_seconds / rhythm.fragments - hidden)
+    return rhythm.fragments * max(0.0, fragment_seconds - hidden)
 
 
 @lru_cache(maxsize=512)  # figures ask for the same programs at many rates
@@ -254,7 +290,7 @@ def _node(
     Where nodes do not matter, all workers do the same with peers as far away.
     """
     averager = planned(averager, workers)
-    if not is_even or not is_circulant(averager, workers, workers_per_node):
+    if not is_even or not is_uniform(averager) or not is_circulant(averager, workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node, owned)
     if averager.traits.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers)

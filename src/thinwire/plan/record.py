@@ -4,15 +4,16 @@ A *program* lists the actions of one worker for one call of `Averager.step`:
 
     Work(part, numel, name)   encode or decode so many float32 elements
     PeerMessages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
+    Forward(receives, sends)           one `broadcast`
     RingAllReduce(num_bytes)           one `all_reduce`
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
 its `nbytes` and makes payloads of that size; see `sized.py`. A payload of variable size counts with its upper bound.
 
-Exchanges that add coordinates before they send them on (`sparse_reduce`) read positions and counts. They are recorded on
-tensors of zeros, of which the stand-in selects evenly spaced coordinates. Every other worker is taken to send what this
-one would send to itself.
+Exchanges that add coordinates before they send them on (`sparse_reduce`) read positions and counts, and some averagers read
+values (`ClippedGossip`). These are recorded on tensors of zeros, of which the stand-in selects evenly spaced coordinates. Every
+other worker is taken to send what this one would send to itself.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..algorithm import require
 from ..average import Averager
 from ..average.base import NamedTensors
 from ..clock import Clock
@@ -36,7 +38,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import PeerMessages, RingAllReduce
+from .operations import Forward, Moves, PeerMessages, RingAllReduce
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -48,7 +50,7 @@ class Wait:
     operation: int
 
 
-Action = Work | PeerMessages | RingAllReduce | Wait
+Action = Work | Moves | Wait
 
 
 @dataclass(frozen=True)
@@ -69,13 +71,17 @@ class Program:
     ledger: Ledger
     sends_at_once: bool
 
-    def bytes_out(self, network: Network) -> float:
-        """What it adds to the bytes that node 0 sends to other nodes; of a ring, each of N workers adds 1/N."""
+    def bytes_out(self, network: Network, node: int = 0) -> float:
+        """What it adds to the bytes that its node sends to other nodes; of a ring, each of N workers adds 1/N."""
         actions = [*self.step, *chain.from_iterable(self.stages), *self.wait]
         if network.nodes == 1:
             return 0.0
         sent = sum(
-            n for a in actions if isinstance(a, PeerMessages) for peer, n in a.sends if peer >= network.workers_per_node
+            n
+            for a in actions
+            if isinstance(a, PeerMessages | Forward)
+            for peer, n in a.sends
+            if peer // network.workers_per_node != node
         )
         rings = sum(
             ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, RingAllReduce)
@@ -89,6 +95,8 @@ class Program:
 
 
 def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...]:
+    broadcasts = any(isinstance(action, Forward) for action in actions)
+    require(not broadcasts, "a broadcast has a root, so workers differ; `is_uniform` of an exchange must be False then")
     return tuple(a.shifted(by, size) if isinstance(a, PeerMessages) else a for a in actions)
 
 
@@ -113,11 +121,19 @@ def record(
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
     """
-    mail: Mail = defaultdict(deque)
-    device = "cpu" if adds_coordinates(averager) else "meta"
-    tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
-    with Shapes() if device == "meta" else nullcontext():
+
+    def on(device: str) -> list[Program]:
+        mail: Mail = defaultdict(deque)
+        tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
         return [_record(averager, tensors, Recorder(rank, size, shares), mail, workers_per_node) for rank in ranks]
+
+    if adds_coordinates(averager):
+        return on("cpu")
+    try:
+        with Shapes():
+            return on("meta")
+    except RuntimeError:  # of PyTorch, where an averager reads values
+        return on("cpu")
 
 
 def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:
@@ -229,7 +245,7 @@ class Recorder(Communicator):
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         return start()
 
-    def _note(self, operation: PeerMessages | RingAllReduce) -> Callable[[], Any]:
+    def _note(self, operation: Moves) -> Callable[[], Any]:
         number = self._operations
         self._operations += 1
         self.actions.append(operation)
@@ -270,7 +286,7 @@ class Recorder(Communicator):
         return self._note(PeerMessages(sides[0], sides[1]))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        raise NotImplementedError("no averager broadcasts in a round, but for adaptive codecs")
+        return self._note(Forward.broadcast(self.size, self.rank, root, check.num_bytes(tensor)))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise NotImplementedError("asynchronous averaging has no rounds to record")

@@ -10,8 +10,10 @@ from typing import Any
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import PeerMessages, RingAllReduce
+from .operations import Forward, Moves, PeerMessages, RingAllReduce
 from .trace import Entry
+
+_MOVES: dict[str, type[Moves]] = {"messages": PeerMessages, "forward": Forward, "ring": RingAllReduce}
 
 
 class Replay:
@@ -88,8 +90,7 @@ class Replay:
         end = partial(self._end, gate)
         if kind == "mark":
             return end()
-        action = RingAllReduce(*what) if kind == "ring" else PeerMessages(*what)
-        operation = self._engine.issue(rank, action)
+        operation = self._engine.issue(rank, _MOVES[kind](*what))
         if operation.is_under_way(self._engine.now):
             operation.waiting.append(end)
         else:

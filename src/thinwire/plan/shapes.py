@@ -134,7 +134,7 @@ RULES: dict[str, Callable[..., Any]] = {
     "addmm": lambda x, a, b, **_: _empty(x.shape, x.dtype),
     # Q of a tall matrix has its shape, and nobody reads R.
     "linalg_qr": lambda x: _QR(x, _empty((x.shape[1], x.shape[1]), x.dtype)),
-    "amax": lambda x, dim, keepdim: x[:, :1],
+    "amax": lambda x, dim, keepdim=False: x.narrow(dim, 0, 1) if keepdim else x.select(dim, 0),
     **dict.fromkeys(("gt", "lt"), lambda a, b: _empty(a.shape, torch.bool)),
     **dict.fromkeys(("maximum", "minimum"), _elementwise),
     "where": lambda condition, a, b: _elementwise(a, b),

@@ -9,13 +9,14 @@ finish thread    for each bucket in order the stages that are left, those of lat
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import PeerMessages, RingAllReduce
+from .operations import Moves
 from .record import Action, Program
 from .sized import Work
 
@@ -79,8 +80,8 @@ class _SimulatedWorker:
         self._buckets = [(bucket.backward_seconds, bucket.programs[rank]) for bucket in buckets]
         self._operations: list[list[Operation]] = [[] for _ in buckets]
         self._stepped = [Operation(1) for _ in buckets]
-        # Both threads take from these iterators, so each stage is performed once.
-        self._stages = [iter(program.stages) for _, program in self._buckets]
+        # Both threads take from these queues, so each stage is performed once.
+        self._stages = [deque(program.stages) for _, program in self._buckets]
 
     def compute(self) -> Iterator[float | Operation]:
         """Forward, then each bucket's part of backward, its `step`, and the next stage of those before."""
@@ -96,21 +97,23 @@ class _SimulatedWorker:
         """The stages that are left of each bucket, and its `wait`."""
         for number, (_, program) in enumerate(self._buckets):
             yield self._stepped[-1 if program.sends_at_once else number]
-            for _ in program.stages:
+            while True:  # once at least, as `complete` does it
                 for under_way in range(number, len(self._buckets)):
                     yield from self._advance(under_way)
+                if not self._stages[number]:
+                    break
             yield from self._perform(program.wait, number)
 
     def _advance(self, number: int) -> Iterator[float | Operation]:
         """The next stage of a bucket, if one is left."""
-        yield from self._perform(next(self._stages[number], ()), number)
+        yield from self._perform(self._stages[number].popleft() if self._stages[number] else (), number)
 
     def _perform(self, actions: Sequence[Action], number: int) -> Iterator[float | Operation]:
         operations = self._operations[number]
         for action in actions:
             if isinstance(action, Work):
                 yield self._work_seconds(action)
-            elif isinstance(action, PeerMessages | RingAllReduce):
+            elif isinstance(action, Moves):
                 operations.append(self._engine.issue(self._rank, action))
             else:
                 yield operations[action.operation]

@@ -90,6 +90,7 @@ class SizedCodec(Codec):
         sparse = None if parts is None else _SizedParts(_Evenly(parts.sparsifier, self), parts.coding, parts.values)
         return Traits(
             unbiased=own.unbiased,
+            lossless=own.lossless,
             sum_dtype=own.sum_dtype,
             sends_floats=own.sends_floats,
             sparse=sparse,

@@ -4,6 +4,7 @@ An entry is a list, ready for JSON:
 
     ["work", seconds]                         the thread computes
     ["messages", number, sends, receives]     it starts an operation; bytes by peer
+    ["forward", number, receives, sends]      it starts its part of a broadcast
     ["ring", number, num_bytes]               it starts an all-reduce
     ["mark", number]                          it gets to here
     ["wait", number]                          it waits for the operation or the mark of this number
@@ -71,7 +72,7 @@ class Trace:
         """The calling thread starts an operation; returns its number."""
         self.charge()
         if isinstance(moves, Forward):
-            return self._relay(moves)
+            return self._numbered("forward", moves.receives, moves.sends)
         if isinstance(moves, RingAllReduce):
             return self._numbered("ring", moves.num_bytes)
         return self._numbered("messages", moves.sends, moves.receives)
@@ -91,22 +92,6 @@ class Trace:
         with self._lock:
             taken, self._entries = self._entries, {}
         return [[thread, entries] for thread, entries in taken.items()]
-
-    def _relay(self, relay: Forward) -> int:
-        """A thread of its own, which the operation ends with."""
-        begun = self.mark()
-        with self._lock:
-            # The caller of a broadcast goes on while its messages are forwarded.
-            thread, self._num_threads = self._num_threads, self._num_threads + 1
-            came, sent, done = range(self._number, self._number + 3)
-            self._number += 3
-            self._entries[thread] = [
-                ["wait", begun],
-                *(["messages", came, (), relay.receives], ["wait", came]),
-                *(["messages", sent, relay.sends, ()], ["wait", sent]),
-                ["mark", done],
-            ]
-        return done
 
     def _numbered(self, kind: str, *what: Any) -> int:
         with self._lock:

@@ -19,7 +19,6 @@ from ..comm import Communicator, Handle, LocalWorld
 from ..comm.background import Background
 from ..comm.base import Start
 from ..comm.channel import Channel
-from ..comm.ledger import broadcast_tree
 from ..comm.local_world import LocalCommunicator
 from .network import Network
 from .operations import Forward, Moves, PeerMessages, RingAllReduce
@@ -131,9 +130,8 @@ class TracedCommunicator(Communicator):
         return self._traced(_messages(sends, receives), [*sends.values(), *receives.values()], start)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        parents, children = broadcast_tree(self.size, self.rank, root) if tensor.nbytes else ([], [])
-        relay = Forward(*(tuple((peer, tensor.nbytes) for peer in peers) for peers in (parents, children)))
-        return self._traced(relay, [tensor], partial(self._comm._start_broadcast, tensor, root))
+        moves = Forward.broadcast(self.size, self.rank, root, tensor.nbytes)
+        return self._traced(moves, [tensor], partial(self._comm._start_broadcast, tensor, root))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise ValueError(f"rank {self.rank}: messages in no common order have no virtual seconds")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from ..average import Dion, Mean, Mix
 from ..codec import DCT, QSGD, BinMeans, BlockwiseTopK, Float4, Tiles, chain
 from ..memory import ErrorFeedback, SignDescent
-from ..options import require_integer
+from ..options import require_integer, require_number
 from ..topology import RandomPairs
 from .gradients.gradients import Gradients
 from .local.local import Local
@@ -246,6 +246,7 @@ def no_loco(every: int = 50, lr: float = 0.7, momentum: float = 0.5, gamma: floa
         >>> tw.strategy.no_loco(every=20).averager
         Mix(RandomPairs())
     """
+    require_number("no_loco: gamma", gamma, least=0)
     # The outer step multiplies all by `lr`, and the published term has no such factor.
     return Local(Mix(RandomPairs(seed)), every, OuterSGD(lr, momentum, nesterov=False), pull=gamma / lr)
 

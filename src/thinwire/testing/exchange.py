@@ -45,7 +45,7 @@ def check_exchange(
     that overwrites its tensors change nothing. `finish` says whether all is finite. One of `one_step` sends all of it in
     `begin`; one that `tells_support` clears the masks where something was sent. With codecs of fixed size `steps` is how many
     messages wait for one another, and the cost by `num_bytes` is what leaves the node that sends most: exactly, or within a
-    tenth where it `selects_again`. No global random state is changed.
+    tenth where it `selects_again`. Workers of one that `is_uniform` send to as many peers. No global random state is changed.
 
     Args:
         exchange: the exchange to check.
@@ -185,6 +185,10 @@ def _check_cost(even: ExchangeRound) -> None:
     outcomes = run(replace(even, remembers=True))
     steps, counted = exchange.steps(size, n), max(outcome.num_steps for outcome in outcomes)
     assert steps == counted, f"{even}: {counted} messages follow one another, `steps` says {steps}"
+    if exchange.is_uniform:
+        for kind in (outcomes[::n], [o for rank, o in enumerate(outcomes) if rank % n]):
+            peers = [len(outcome.sent) for outcome in kind]
+            assert len(set(peers)) <= 1, f"{even}: workers send to {peers} peers, so `is_uniform` must be False"
     leaves = [0.0] * (size // n)
     for rank, outcome in enumerate(outcomes):
         leaves[rank // n] += sum(num_bytes for peer, num_bytes in outcome.sent.items() if peer // n != rank // n)

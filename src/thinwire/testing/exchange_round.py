@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import kernels
 from ..average.mean.exchange import Exchange
-from ..average.mean.exchange.base import Job, PendingExchange, flatten
+from ..average.mean.exchange.base import Job, PendingExchange, complete, flatten
 from ..average.mean.exchange.scatter_reduce import OWNER_MEMORY, OwnerMemory, Whole
 from ..clock import Clock
 from ..codec import Codec, Key, Selection
@@ -207,13 +207,11 @@ def _job(comm: Communicator, case: ExchangeRound, bucket: Bucket, owners: OwnerM
 
 
 def _finished(flight: PendingExchange, flights: list[PendingExchange]) -> tuple[Job, list[Tensor], Tensor, bool]:
-    while flight.finish is None:
-        for each in flights:
-            each.advance()
+    finish = complete(flight, flights)
     # NaN, which `finish` must overwrite.
     totals = [torch.full_like(tensor, math.nan) for tensor in flight.job.tensors]
     dense = torch.zeros_like(flight.job.dense)
-    return flight.job, totals, dense, kernels.flags.read(flight.finish(totals, dense))
+    return flight.job, totals, dense, kernels.flags.read(finish(totals, dense))
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

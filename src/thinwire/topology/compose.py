@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..options import require_integer
+from ..options import require_integer, require_kind
 from .base import Neighbours, Topology
 
 Links = set[tuple[int, int]]  # (sender, receiver)
@@ -39,6 +39,9 @@ class Phases(Topology):
     def __post_init__(self) -> None:
         # Tuples can be hashed, and caches have topologies as their keys.
         object.__setattr__(self, "phases", tuple((start, topology) for start, topology in self.phases))
+        for start, topology in self.phases:
+            require_integer("Phases: each start", start, 0)
+            require_kind("Phases: each phase", topology, Topology, "a topology such as Ring()")
         starts = [start for start, _ in self.phases]
         if not starts or starts[0] != 0 or any(b <= a for a, b in pairwise(starts)):
             raise ValueError(f"Phases: phases must start at 0 and ascend, got the starts {starts}")
@@ -71,6 +74,9 @@ class Phases(Topology):
         for _, topology in self.phases:
             topology.validate(size)
 
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        return all(topology.is_circulant(size, shift) for _, topology in self.phases)
+
 
 @dataclass(frozen=True, repr=False)
 class Hierarchical(Topology):
@@ -98,6 +104,7 @@ class Hierarchical(Topology):
     workers_per_node: int
 
     def __post_init__(self) -> None:
+        require_kind("Hierarchical: inner", self.inner, Topology, "a topology such as Ring()")
         require_integer("Hierarchical: workers_per_node", self.workers_per_node, 1)
 
     def node(self, rank: int) -> int:
@@ -147,6 +154,11 @@ class Hierarchical(Topology):
                 f"use a multiple of {self.workers_per_node}"
             )
         self.inner.validate(self.num_nodes(size))
+
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        """Only for whole nodes: their leaders do what no other worker does."""
+        nodes, rest = divmod(shift, self.workers_per_node)
+        return rest == 0 and self.inner.is_circulant(self.num_nodes(size), nodes)
 
 
 def links_of(topology: Topology, step: int, size: int) -> tuple[Links, Links]:

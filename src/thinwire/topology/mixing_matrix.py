@@ -42,6 +42,8 @@ class MixingMatrix(Topology):
         rows = _plain(self.rows)
         object.__setattr__(self, "rows", rows)
         size = len(rows)
+        if not rows:
+            raise ValueError("MixingMatrix: rows must be W rows of W numbers, got none")
         for i, row in enumerate(rows):
             if len(row) != size:
                 raise ValueError(f"MixingMatrix: row {i} has {len(row)} numbers, expected {size}, one for each row")

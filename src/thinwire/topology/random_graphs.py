@@ -133,7 +133,9 @@ class WattsStrogatz(RandomGraph):
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
         lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
         if self.degree % 2:
-            lattice += [(rank, (rank + self.degree // 2 + 1) % size) for rank in range(0, size, 2)]
+            far = self.degree // 2 + 1
+            # Half way round, a worker and its peer have the same edge.
+            lattice += [(rank, (rank + far) % size) for rank in (range(far) if 2 * far == size else range(0, size, 2))]
         peers: list[set[int]] = [set() for _ in range(size)]
         for i, j in lattice:
             _connect(peers, i, j)

@@ -162,4 +162,5 @@ def _clamp_finite(gradient: Tensor, bound: float) -> Tensor:
     gradient = gradient.float()
     if math.isnan(bound):
         return gradient.clone()
+    bound = min(bound, torch.finfo(torch.float32).max)  # PyTorch refuses a finite one that is larger
     return torch.where(gradient.isfinite(), gradient.clamp(-bound, bound), gradient)

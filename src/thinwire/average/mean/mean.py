@@ -42,7 +42,7 @@ from .clip import Clip, clip_gradients, clip_means
 from .exchange import Exchange, Load, cheapest, find_exchange, known_words
 from .exchange.all_gather import AllGather, check_divisor, check_rule
 from .exchange.all_reduce import AllReduce
-from .exchange.base import Job, PendingExchange, Shares, flatten, message_nbytes, pack, split_like
+from .exchange.base import Job, PendingExchange, Shares, complete, flatten, message_nbytes, pack, split_like
 from .exchange.hierarchical import agree_on_nodes, launched_nodes
 from .exchange.scatter_reduce import OWNER_MEMORY, OwnerMemory, Whole
 from .state import MeanState
@@ -439,16 +439,14 @@ class Mean(Averager):
         self, state: MeanState, flight: PendingExchange, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
-        while flight.finish is None:
-            for under_way in state.flights:
-                under_way.advance()
+        finish = complete(flight, state.flights)
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(flight.job.dense)
         follows = self._follows_line
         # Messages had come before they were decoded, so the time of decoding is subtracted.
         decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
-        finite = flight.finish(totals, dense_total)
+        finite = finish(totals, dense_total)
         if follows:
             state.arrived(flight, state.clock.seconds.get("decode", 0.0) - decoded)
         with state.clock("decode"):

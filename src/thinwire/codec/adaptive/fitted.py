@@ -23,7 +23,6 @@ choice is not exact: the search for a price takes half of the time, and is no wo
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
@@ -35,7 +34,7 @@ from torch import Tensor
 from ... import debug
 from ...algorithm import require
 from ...membership import WHOLE, State, config, restart, shared
-from ...options import require_choice, require_integer, require_kind, require_number
+from ...options import MAX_NUMBER, require_choice, require_integer, require_kind, require_number
 from ..base import Codec
 from ..compose.chain import chain
 from ..compose.per_layer import PerLayer
@@ -180,12 +179,12 @@ class Fitted(AdaptiveCodec):
             budget is None
             or isinstance(budget, Codec)
             or budget == LINE
-            or (isinstance(budget, (int, float)) and 0 < budget < math.inf),
+            or (isinstance(budget, (int, float)) and 0 < budget <= MAX_NUMBER),
             f"Fitted: budget must be bits an element such as 3.0, a codec such as QSGD(bits=3), or 'line', got {budget!r}",
         )
         require_kind("Fitted: error_of", self.error_of, Codec, "a codec such as QSGD(bits=4)", or_none=True)
         for name in ("candidates", "measure_steps", "limits"):
-            if not isinstance(getattr(self, name), (str, type(None))):
+            if name != "candidates" or not isinstance(self.candidates, (str, type(None))):
                 object.__setattr__(self, name, tuple(getattr(self, name)))
         words = ", ".join(map(repr, CANDIDATES))
         require(
@@ -201,7 +200,7 @@ class Fitted(AdaptiveCodec):
         require_choice("Fitted: weighting", self.weighting, ("relative", "squared"))
         require_number("Fitted: wait_share", self.wait_share, above=0, below=1)
         require(
-            len(self.limits) == 2 and 0 < self.limits[0] <= self.limits[1] < math.inf,
+            len(self.limits) == 2 and 0 < self.limits[0] <= self.limits[1] <= MAX_NUMBER,
             f"Fitted: limits must be the fewest and the most bits an element, such as (0.5, 32.0), got {self.limits!r}",
         )
         self.init_state()  # refuses a budget that is too small for large layers already
@@ -276,12 +275,12 @@ class Fitted(AdaptiveCodec):
         num_bytes = [codec.nbytes(sizes) for codec in self.codecs]
         fitting = [i for i, n in enumerate(num_bytes) if n <= budget]
         numel = _numel(sizes)
-        require(
-            bool(fitting) or self.budget == LINE or numel == 0,
-            f"Fitted: a budget of {8 * budget / max(1, numel):.4g} bits an element is {int(budget)} bytes, and the smallest "
-            f"candidate, {self.codecs[int(np.argmin(num_bytes))]}, takes {min(num_bytes)}; give a larger budget or a smaller "
-            "candidate",
-        )
+        if not (fitting or self.budget == LINE or numel == 0):
+            raise ValueError(
+                f"Fitted: a budget of {8 * budget / numel:.4g} bits an element is {int(budget)} bytes, and the smallest "
+                f"candidate, {self.codecs[int(np.argmin(num_bytes))]}, takes {min(num_bytes)}; give a larger budget or a "
+                "smaller candidate"
+            )
         return max(fitting, key=lambda i: num_bytes[i]) if fitting else int(np.argmin(num_bytes))
 
     # ---- what is measured, and when ----

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
+from ...options import require_kind
+from ..base import Codec
 from ..traits import Traits
 from ..types import Key
 from .wrapper import Wrapper
@@ -45,6 +47,7 @@ class DenseLast(Wrapper):
     """
 
     def __post_init__(self) -> None:
+        require_kind("DenseLast: codec", self.codec, Codec, "a codec such as QSGD(bits=4)")
         require(
             self.codec.traits.bucket_size is not None,
             f"DenseLast: {self.codec} has no buckets that each worker encodes alone; use one such as QSGD(bits=4)",

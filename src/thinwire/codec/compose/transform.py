@@ -169,7 +169,8 @@ class Transformed(Wrapper):
                 self.codec.traits.fixed_size,
                 f"{self}: the payloads of {self.codec} vary in size, and divisors=True joins several; use another codec",
             )
-            self.codec.in_blocks(self.transform.size**2)  # refuses tiles that are too large
+            if self.codec.is_constant:
+                self.codec.in_blocks(self.transform.size**2)  # refuses tiles that are too large
 
     @cached_property
     def traits(self) -> Traits:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from torch import Tensor
@@ -161,9 +161,10 @@ class NUQSGD(LevelCodec):
         require_integer("NUQSGD: bits", self.bits, 2, 8, or_schedule=True)
         require_number("NUQSGD: multiplier", self.multiplier, above=0, below=1)
         check_buckets("NUQSGD", self.bucket_size, self.norm)
-        # Under a schedule there are no levels to check yet.
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)
+        for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
+            replace(self, bits=bits)  # refuses what is refused without a schedule
 
     @property
     def level_values(self) -> tuple[float, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ... import kernels
@@ -79,6 +79,8 @@ class QSGD(EvenLevels):
         require(
             self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"
         )
+        for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
+            replace(self, bits=bits)  # refuses what is refused without a schedule
 
     @property
     def code_bits(self) -> int:

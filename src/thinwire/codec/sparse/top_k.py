@@ -83,7 +83,8 @@ class TopK(Sparsifier):
     def traits(self) -> Traits:
         fixed_size = self.sample is None and self.indices == "fixed"
         sparse = SparseParts(self, self, Identity(), is_topk=self.sample is None)
-        return Traits(lossless=self.ratio == 1, fixed_size=fixed_size, sparse=sparse)
+        lossless = self.ratio == 1 and self.sample is None  # a sample may leave out some of all
+        return Traits(lossless=lossless, fixed_size=fixed_size, sparse=sparse)
 
     @property
     def codes_plainly(self) -> bool:

@@ -136,6 +136,10 @@ class Local(Averaging[LocalUpdates]):
         else:  # lists of patterns are equal to tuples of them, and have a hash
             require_kind("Local: fragments", self.fragments, (list, tuple), "a number, or lists of patterns")
             patterns = tuple(some if isinstance(some, str) else tuple(some) for some in self.fragments)
+            self._require(
+                len(patterns) > 0 and all(some and all(isinstance(one, str) for one in some) for some in patterns),
+                f"each of fragments must be a pattern of parameter names, or several, got {patterns}",
+            )
             object.__setattr__(self, "fragments", patterns)
         require_integer("Local: delay", self.delay, 0)
         self._require(

@@ -22,6 +22,7 @@ class AllGather(Exchange):
     """The result is `1/W sum_i C(x_i)`, for any codec; each worker encodes once."""
 
     word = "all_gather"
+    is_uniform = True
     one_step = True
     takes_selection = True
     gathers = True

@@ -27,6 +27,7 @@ class AllReduce(Exchange):
     """The result is `1/W decode(sum_i encode(x_i))`, for codecs with summable payloads."""
 
     word = "all_reduce"
+    is_uniform = True
     one_step = True
     adds_payloads = True
 

@@ -323,6 +323,18 @@ class PendingExchange:
         return checked
 
 
+def complete(flight: PendingExchange, flights: Sequence[PendingExchange]) -> Finish:
+    """Advance all exchanges under way until this one of them has issued its last collective; returns its `finish`.
+
+    They all advance at least once, so that what they send next travels while this one is waited for.
+    """
+    while True:
+        for under_way in flights:
+            under_way.advance()
+        if flight.finish is not None:
+            return flight.finish
+
+
 class Subgroup:
     """Some of the workers, as a team of their own: collectives that only they call.
 

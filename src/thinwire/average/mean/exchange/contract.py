@@ -58,6 +58,9 @@ class Exchange(ABC):
     """Whether it keeps the largest coordinates of the sum, so that it suits codecs with the trait `sparse` alone."""
     needs_nodes: ClassVar[bool] = False
     """Whether it must know which workers share a node."""
+    is_uniform: ClassVar[bool] = False
+    """Whether all workers do the same with peers as far away; with `needs_nodes`, the first of each node, and all others.
+    A plan then follows one worker of each kind. Otherwise it follows all, which is right for every exchange but slower."""
     tells_support: ClassVar[bool] = True
     """Whether every worker learns which coordinates were sent for it."""
     takes_selection: ClassVar[bool] = False

@@ -40,6 +40,7 @@ class HierarchicalReduce(Exchange):
 
     word = "hierarchical"
     needs_nodes = True
+    is_uniform = True
     tells_support = False
 
     def steps(self, size: int, workers_per_node: int) -> int:

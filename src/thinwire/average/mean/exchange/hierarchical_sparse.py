@@ -35,6 +35,7 @@ class HierarchicalSparse(Exchange):
 
     word = "hierarchical_sparse"
     needs_nodes = True
+    is_uniform = True
     selects_again = True
 
     def steps(self, size: int, workers_per_node: int) -> int:

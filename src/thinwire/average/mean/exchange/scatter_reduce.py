@@ -135,6 +135,7 @@ class ScatterReduce(Exchange):
     """The result is `C(1/W sum_i C(x_i) + e)`, for any codec; e is the owner's memory, if any."""
 
     word = "scatter_reduce"
+    is_uniform = True
     has_owners = True
 
     def steps(self, size: int, workers_per_node: int) -> int:

@@ -74,6 +74,7 @@ class SparseReduce(Exchange):
     """The result is the largest coordinates of `1/W sum_i C(x_i)`, for codecs that keep the largest."""
 
     word = "sparse_reduce"
+    is_uniform = True
     selects_again = True
     takes_selection = True
 
