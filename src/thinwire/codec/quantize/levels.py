@@ -164,7 +164,7 @@ class NUQSGD(LevelCodec):
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)
         for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
-            replace(self, bits=bits)  # refuses what is refused without a schedule
+            replace(self, bits=int(bits))  # refuses what is refused without a schedule
 
     @property
     def level_values(self) -> tuple[float, ...]:

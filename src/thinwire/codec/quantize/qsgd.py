@@ -80,7 +80,7 @@ class QSGD(EvenLevels):
             self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"
         )
         for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
-            replace(self, bits=bits)  # refuses what is refused without a schedule
+            replace(self, bits=int(bits))  # refuses what is refused without a schedule
 
     @property
     def code_bits(self) -> int:
