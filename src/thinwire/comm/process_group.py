@@ -62,7 +62,7 @@ class ProcessGroupCommunicator(Communicator):
     Raises:
         ValueError: when torch.distributed is not initialised, this process is not in `group`, or a mesh has several
             dimensions.
-        CommunicationError: the ranks did not connect in time.
+        CommunicationError, RuntimeError: the ranks did not connect in time; see `group_over`.
 
     Example:
         >>> import torch, torch.distributed as dist
@@ -285,23 +285,24 @@ def group_over(ranks: list[int], like: dist.ProcessGroup, timeout_seconds: float
 
     Raises:
         ValueError: the backend has no store, as MPI, and these are not all ranks.
-        CommunicationError: the ranks did not connect in time.
+        CommunicationError: the members of a subgroup did not connect in time.
+        RuntimeError: PyTorch's, where these are all ranks.
     """
     world, limit = dist.group.WORLD, timedelta(seconds=timeout_seconds)
     assert world is not None, "torch.distributed is initialised"
     # One backend for all devices goes by its own name: PyTorch warns when a group of a compound name is destroyed.
     names = set(_backends_of(like).values())
     backend = names.pop() if len(names) == 1 else dist.get_backend_config(like)
+    if ranks == list(range(world.size())):
+        with _MAKING_GROUP:
+            group: dist.ProcessGroup = dist.new_group(ranks, limit, backend)
+        return group
+    store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
+    if store is None:
+        raise ValueError(
+            f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
+        )
     try:
-        if ranks == list(range(world.size())):
-            with _MAKING_GROUP:
-                group: dist.ProcessGroup = dist.new_group(ranks, limit, backend)
-            return group
-        store, members = c10d._get_default_store(), hashlib.sha256(repr(ranks).encode()).hexdigest()
-        if store is None:
-            raise ValueError(
-                f"over {backend} all ranks are connected, and no subgroup, got {ranks}. Choose another backend."
-            )
         number = store.add(f"thinwire/{members}/{world.rank()}", 1)
         with _MAKING_GROUP, _without_device(world):
             name: Any = f"{members}-{number}"

@@ -269,11 +269,14 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, mon
 
     monkeypatch.setattr(connect.dist, name, fail)
     place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
-    with pytest.raises(CommunicationError, match=r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"):
-        with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
-            pass
-    if dist.is_initialized():
-        dist.destroy_process_group()
+    remedy = r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"
+    try:
+        with pytest.raises(CommunicationError, match=remedy):
+            with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
+                pass
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_gloo_takes_the_interface_that_reaches_the_place_of_meeting(monkeypatch):
