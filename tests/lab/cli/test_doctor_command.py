@@ -68,6 +68,8 @@ def test_mistakes_are_one_line(capsys):
     for options, message in (
         (["--transport", "pigeon"], "pigeon"),
         (["--workers", "0"], "workers must be an integer, 1 or more"),
+        (["--seconds", "nan"], "seconds must be above 0 and finite, got nan"),
+        (["--compute", "-1"], "compute must be at least 0 and finite, got -1.0 seconds"),
         (["--parameters", "many"], "cannot read the number of parameters"),
     ):
         assert main(["doctor", *options]) == 2

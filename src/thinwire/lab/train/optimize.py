@@ -299,7 +299,7 @@ class Muon(Optimizer):
         super().__post_init__()
         require_choice("optimizer.scale", self.scale, get_args(Scale))
         require(
-            {*self.undecayed} <= {"vectors", "norms"},
+            {"vectors"} <= {*self.undecayed} <= {"vectors", "norms"},
             f"optimizer.undecayed: Muon decays all its matrices and nothing else, got {self.undecayed}; leave it out",
         )
 
