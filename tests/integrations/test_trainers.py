@@ -10,6 +10,7 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -224,6 +225,36 @@ def accelerate_resumes(folder: Path) -> None:
     assert again["rank1"]["progress"]["step"] == 2 * saved["rank1"]["progress"]["step"] > 0
 
 
+def transformers_worker(comm: tw.comm.Communicator, folder: Path, damaged: bytes) -> str:
+    """What a worker says of a checkpoint whose file of rank 1 has only these bytes; without any, there is no file."""
+    from thinwire.integrations.transformers import CompressGradients
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    callbacks = SimpleNamespace(callbacks=[])
+    trainer = SimpleNamespace(model_wrapped=model, accelerator=SimpleNamespace(scaler=None), callback_handler=callbacks)
+    arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir=str(folder))
+    callback = CompressGradients(trainer, tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()))
+    callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
+    model(torch.ones(1, 2)).sum().backward()
+    callback.on_save(arguments, SimpleNamespace(global_step=3), None)
+    if comm.rank == 1:
+        file = folder / "checkpoint-3" / "thinwire-rank1.pt"
+        file.write_bytes(damaged) if damaged else file.unlink()
+    with pytest.raises(ValueError) as found:
+        callback.on_train_begin(arguments, SimpleNamespace(global_step=3), None)
+    return str(found.value)
+
+
+def transformers_works(folder: Path) -> None:
+    for damaged, expected in (
+        (b"", "no memory to resume from at"),
+        (b"half", r"cannot read .*thinwire-rank1.pt \(.+\)"),
+    ):
+        first, second = spawn(2, partial(transformers_worker, folder=folder, damaged=damaged))
+        assert first == second and re.match(f"rank 1: .*{expected}", first), first
+    transformers_resumes(folder)
+
+
 def transformers_resumes(folder: Path) -> None:
     example = [*TORCHRUN, str(TRAINERS / "transformers_gpt.py")]
     printed = run(example, "--steps", 40, "--output", folder)
@@ -277,7 +308,7 @@ def test_accelerate(tmp_path):
 
 def test_transformers(tmp_path):
     modules = ["transformers.trainer", "transformers.models.gpt2.modeling_gpt2", "torch.distributed.run"]
-    with_forked_programs(modules, transformers_resumes, tmp_path)
+    with_forked_programs(modules, transformers_works, tmp_path)
 
 
 def test_a_loop_in_the_style_of_torchtitan(tmp_path):

@@ -68,6 +68,7 @@ def test_values_become_what_the_fields_are(values, wanted):
         ({"from.radius": 2}, "unknown field 'from'; did you mean 'form'?"),
         ({"form.kind": "Square", "form.size": 2}, "unknown field 'form.size'; did you mean 'form.side'"),
         ({"form.kind": "Squaer"}, "unknown form.kind 'Squaer'; did you mean 'Square'?"),
+        ({"form.kind": ["Square"]}, "unknown form.kind ['Square']"),
         ({"form": "Square"}, "form must be a table; choose with .kind one of Round, Square, got 'Square'"),
         (
             {"form.kind": "Square", "form.kind_of_edge": "soff"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -498,8 +499,10 @@ def test_muon_and_adamw_refuse_what_they_would_divide_wrongly():
             tw.strategy.MuonAdamW(params)
     with pytest.raises(ValueError, match="takes no other group of parameters; give it all parameters when you make it"):
         tw.strategy.MuonAdamW(model.parameters()).add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
-    with pytest.raises(ValueError, match="undecayed: Muon decays all its matrices and nothing else, got .*linear1"):
-        Muon(undecayed=("vectors", "*linear1*"))
+    for undecayed in (("vectors", "*linear1*"), ("norms",), ()):
+        wrong = re.escape(f"undecayed: Muon decays all its matrices and nothing else, got {undecayed}")
+        with pytest.raises(ValueError, match=wrong):
+            Muon(undecayed=undecayed)
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ import torch
 
 from ..algorithm import require
 from ..average import Averager
+from ..comm import ProcessGroupCommunicator
 from ..strategy import GradientCompression, compress_gradients
 from . import trainer_package
 from .numbers import numbers, summary
@@ -32,7 +33,7 @@ class CompressGradients(TrainerCallback):
         options: further arguments of `compress_gradients`.
 
     Raises:
-        ValueError: when training begins, if the model is sharded, or a resumed checkpoint holds no memory of this worker.
+        ValueError: when training begins, if the model is sharded, or a resumed checkpoint lacks the memory of any worker.
 
     Example:
         >>> from thinwire.integrations.transformers import CompressGradients
@@ -55,14 +56,12 @@ class CompressGradients(TrainerCallback):
             return
         if self.handle is not None:
             self.handle.detach()  # unless the training before ended, with an error
+        resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
+        saved = _read(self._file(folder, args), args.process_index) if resumes else None
         model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
         self.handle = compress_gradients(model, self._averager, scaler=scaler, **self._options)
-        if state.global_step > 0:
-            path = self._file(Path(self._resume_from or self._folder(args, state)), args)
-            require(
-                path.is_file(), f"rank {args.process_index}: no memory to resume from at {path}; pass resume_from=..."
-            )
-            self.handle.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+        if saved is not None:
+            self.handle.load_state_dict(saved)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -114,3 +113,21 @@ class CompressGradients(TrainerCallback):
     @staticmethod
     def _file(folder: Path, args: TrainingArguments) -> Path:
         return folder / f"thinwire-rank{args.process_index}.pt"
+
+
+def _read(path: Path, rank: int) -> dict[str, Any]:
+    """The memory that this worker saved. All workers call it together, and all raise the error of any."""
+    saved: dict[str, Any] = {}
+    mistake = None
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+    except FileNotFoundError:
+        mistake = f"rank {rank}: no memory to resume from at {path}; pass resume_from=..."
+    except Exception as error:  # of the file, zip, pickle or PyTorch
+        mistake = (
+            f"rank {rank}: cannot read {path} ({' '.join(str(error).split())[:200]}); resume from another checkpoint"
+        )
+    with ProcessGroupCommunicator() as comm:
+        mistakes = [text for text in comm.gather_objects(mistake) if text is not None]
+    require(not mistakes, "".join(mistakes[:1]))
+    return saved

@@ -156,7 +156,7 @@ def _check_known(path: tuple[str, ...], known: Sequence[str], kind: str = "") ->
 def _of_kind(current: Any, name: Any, hint: Any, path: tuple[str, ...]) -> Any:
     """The current dataclass if it is of this kind, else a new one with its defaults."""
     kinds = {kind.__name__: kind for kind in (*_kinds(hint), type(current))}
-    require(name in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
+    require(str(name) in kinds, f"unknown {'.'.join(path)}.{KIND} {name!r}{suggestion(str(name), kinds)}")
     kind = kinds[name]
     if type(current) is kind:
         return current

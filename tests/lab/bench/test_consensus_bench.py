@@ -175,6 +175,7 @@ def test_faces_that_cannot_be_downloaded_are_an_error_with_a_remedy(monkeypatch)
         (["--data", "digits", "--shape", "900", "64"], "choose a shape of at most"),
         (["--figure", "error.txt"], "must end in .pdf, .png, .svg"),
         (["--json", "/proc/nowhere"], "cannot write /proc/nowhere"),
+        (["--data", "sparse", "--shape", "1", "1"], "all workers start with the same values; choose other data"),
         (["--ruonds", "3"], "did you mean '--rounds'"),
     ],
 )

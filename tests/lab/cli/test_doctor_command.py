@@ -42,6 +42,15 @@ def test_two_workers_measure_their_lines_and_say_what_follows(tmp_path):
     assert all(finding["remedy"] for finding in found["findings"])
 
 
+def test_what_ends_the_workers_is_said_without_a_traceback(tmp_path):
+    run = thinwire("doctor", "--workers", 2, *QUICK, "--transport", "tcp", cwd=tmp_path, THINWIRE_CREDENTIALS="nowhere")
+    assert run.returncode == 2 and "thinwire: nowhere has no certificate.pem; make keys" in run.stderr, run.stderr
+    assert "Traceback" not in run.stderr
+    run = thinwire("doctor", "--workers", 2, *QUICK, "--transport", "gloo", "--timeout", "0.001", cwd=tmp_path)
+    assert run.returncode == 1 and "could not connect with the others" in run.stderr, run.stderr
+    assert "Traceback" not in run.stderr
+
+
 def test_workers_of_a_launcher_print_one_diagnosis(tmp_path):
     command = ["--nproc-per-node", 3, "-m", "thinwire", "doctor", *QUICK, "--transport", "tcp"]
     run = python(*TORCHRUN, *command, cwd=tmp_path)
@@ -68,6 +77,8 @@ def test_mistakes_are_one_line(capsys):
     for options, message in (
         (["--transport", "pigeon"], "pigeon"),
         (["--workers", "0"], "workers must be an integer, 1 or more"),
+        (["--seconds", "nan"], "seconds must be above 0 and finite, got nan"),
+        (["--compute", "-1"], "compute must be at least 0 and finite, got -1.0 seconds"),
         (["--parameters", "many"], "cannot read the number of parameters"),
     ):
         assert main(["doctor", *options]) == 2

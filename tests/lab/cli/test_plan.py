@@ -141,6 +141,7 @@ def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, mo
         (["--model", "nowhere"], "package.module:function"),
         (["--model", "nowhere:net"], "cannot import"),
         (["nothing"], "unknown recipe"),
+        (["digits", "--parameters", "5M"], "leave out --parameters 5M"),
         (["digits", "--model", "nowhere:net"], "has a model of its own"),
     ],
 )

@@ -186,9 +186,18 @@ def test_points_are_joined_by_straight_lines_and_two_at_once_make_a_jump():
 
 
 @pytest.mark.parametrize(
-    "points", [(), ((0, 1),), ((0.1, 1), (1, 1)), ((0, 1), (0.5, 1)), ((0, 1), (0.7, 1), (0.6, 1), (1, 1))]
+    "points",
+    [
+        ((0, 1), (1, float("nan"))),
+        ((0, 1), (1, -1)),
+        (),
+        ((0, 1),),
+        ((0.1, 1), (1, 1)),
+        ((0, 1), (0.5, 1)),
+        ((0, 1), (0.7, 1), (0.6, 1), (1, 1)),
+    ],
 )
-def test_points_go_from_start_to_end(points):
+def test_points_go_from_start_to_end_and_are_rates(points):
     with pytest.raises(ValueError, match="points must ascend from 0 to 1"):
         LearningRateSchedule(shape="points", points=points)
 

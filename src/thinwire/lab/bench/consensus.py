@@ -81,6 +81,8 @@ class ConsensusBench:
         runs = iter(world.run(_work, self, [averager for group in groups for averager in group])[0])
         measured = [[next(runs) for _ in group] for group in groups]
         rows = [row for runs in measured for run in runs for row in run]
+        differ = rows[0]["squared_error"] != 0
+        require(differ, "all workers start with the same values; choose other data, a larger shape or another seed")
         write_json(self.json, rows)
         chosen = [best(runs, self.target) for runs in measured]
         self._report({_label(text, run): run for text, run in zip(self.averager, chosen, strict=True)})

@@ -139,20 +139,37 @@ class StepBench:
 
 
 def in_workers(work: Callable[[Any, str], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
-    """Run `work(task, rendezvous)` in a launcher's worker, and return its result; without one, in new processes: None."""
+    """Run `work(task, rendezvous)` in a launcher's worker, and return its result; without one, in new processes: None.
+
+    Raises:
+        ValueError: that of a worker.
+        SystemExit: a worker has ended with exit code 1, after it has said why.
+    """
     if "RANK" in os.environ:
         return work(task, "env://")
     with tempfile.TemporaryDirectory() as folder:
         start = (work, task, workers, f"file://{folder}/rendezvous")
         method = worker_context(["thinwire.lab.bench.step", *preloaded]).get_start_method()
-        torch.multiprocessing.start_processes(_started, start, workers, start_method=method)
+        try:
+            torch.multiprocessing.start_processes(_started, start, workers, start_method=method)
+        except torch.multiprocessing.ProcessExitedException as end:
+            mistake = Path(folder) / f"mistake{end.error_index}"
+            if mistake.exists():
+                raise ValueError(mistake.read_text()) from None
+            if end.exit_code == 1:
+                sys.exit(1)
+            raise
 
 
 def _started(rank: int, work: Callable[[Any, str], Any], task: Any, workers: int, rendezvous: str) -> None:
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
-    work(task, rendezvous)
+    try:
+        work(task, rendezvous)
+    except ValueError as error:
+        Path(rendezvous.removeprefix("file://")).with_name(f"mistake{rank}").write_text(str(error))
+        sys.exit(2)
 
 
 def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:

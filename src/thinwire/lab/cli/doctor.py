@@ -55,7 +55,9 @@ class Doctor:
     def __post_init__(self) -> None:
         require_integer("workers", self.workers, 1)
         require_number("timeout", self.timeout, above=0, hint=" seconds")
+        require_number("seconds", self.seconds, above=0)
         require_number("megabytes", self.megabytes, above=0)
+        require_number("compute", self.compute, least=0, hint=" seconds")
         require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
         parse_count(self.parameters)  # a wrong number is found before the measurement
 

@@ -72,6 +72,8 @@ def plan_command(options: list[str]) -> None:
         recipe is None or asked.model is None,
         f"the recipe {recipe} has a model of its own; leave out the recipe or --model",
     )
+    counted = asked.parameters == PlanOptions.parameters or (recipe is None and asked.model is None)
+    require(counted, f"the model has as many parameters as it has; leave out --parameters {asked.parameters}")
     from ...plan import Speeds, Workload, predict
     from ..bench.rows import check_writable, write_json
     from ..report.plan_figures import draw_by_rate, draw_by_workers

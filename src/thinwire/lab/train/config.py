@@ -57,7 +57,7 @@ class RunConfig:
     epochs: int = _whole(30)
     """Passes over the training data; more => better accuracy, more bytes."""
     max_steps: int | None = _whole(None)
-    """Stop after at most this many steps."""
+    """Stop after at most this many steps. With a quorum, the round that reaches them may hold more."""
     batch_size: int = _whole(32)
     """Examples per worker in a batch; higher => fewer steps and fewer bytes in an epoch. For sentence pairs, an example is a
     ready-made batch of pairs (see data.max_tokens)."""

@@ -33,7 +33,7 @@ class LearningRateSchedule:
         constant      1
         linear        1 - p
         cosine        (1 + cos(pi p)) / 2
-        steps         drop_factor^(number of `drops` that (s - 1) / n has reached)
+        steps         drop_factor^(number of `drops` d with s - 1 >= round(d n))
         inverse_sqrt  sqrt(w / s)
         points        straight lines from each of the `points` (p, multiple) to the next
 
@@ -82,8 +82,9 @@ class LearningRateSchedule:
         at = [p for p, _ in self.points]
         whole = at == sorted(at) and at[:1] == [0] and at[-1:] == [1]
         require(
-            whole or self.shape != "points",
-            f"optimizer.schedule.points must ascend from 0 to 1, such as ((0, 1), (1, 0)), got {self.points}",
+            self.shape != "points" or (whole and all(0 <= multiple < math.inf for _, multiple in self.points)),
+            "optimizer.schedule.points must ascend from 0 to 1 and have multiples of 0 or more, such as ((0, 1), (1, 0)), got "
+            f"{self.points}",
         )
 
     def at(self, step: int, num_steps: int, num_workers: int = 1) -> float:
@@ -299,7 +300,7 @@ class Muon(Optimizer):
         super().__post_init__()
         require_choice("optimizer.scale", self.scale, get_args(Scale))
         require(
-            {*self.undecayed} <= {"vectors", "norms"},
+            {"vectors"} <= {*self.undecayed} <= {"vectors", "norms"},
             f"optimizer.undecayed: Muon decays all its matrices and nothing else, got {self.undecayed}; leave it out",
         )
 

@@ -68,10 +68,11 @@ def test_differences_between_workers_by_their_singular_values():
 
 
 def test_spectra_of_known_gradients():
-    """One matrix of rank 1, and one of singular values 2, 1, 1, 1, 1; vectors and missing gradients do not count."""
+    """One matrix of rank 1, and one of singular values 2, 1, 1, 1, 1; no vectors, and nothing missing or not finite."""
     model = nn.ModuleList([nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(3, 3)])
     model[0].weight.grad, model[0].bias.grad = torch.outer(torch.arange(5.0), torch.ones(5)), torch.ones(5)
     model[1].weight.grad = torch.diag(torch.tensor([2.0, 1.0, 1.0, 1.0, 1.0]))
+    model[2].weight.grad = torch.full((3, 3), torch.nan)  # as of a step that a loss scaler skips
     (found,) = LocalWorld(1).run(lambda comm: gradient_spectra(model, {}, comm))
     assert found["gradient_rank1_share"] == pytest.approx((1 + 4 / 8) / 2)
     assert found["gradient_rank4_share"] == pytest.approx((1 + 7 / 8) / 2)

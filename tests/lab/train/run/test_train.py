@@ -22,7 +22,7 @@ from thinwire.lab.train.data import Digits, Images, PlainText, Split, num_batche
 from thinwire.lab.train.folder.run_folder import begin, make_folder
 from thinwire.lab.train.loss import Loss
 from thinwire.lab.train.models import GPT, DigitsNet
-from thinwire.lab.train.optimize import SGD, Adam, LearningRateSchedule
+from thinwire.lab.train.optimize import DGCSGD, SGD, Adam, LearningRateSchedule
 from thinwire.lab.train.results.metrics_files import COLUMNS, MetricsWriter
 from thinwire.lab.train.step.steps import course, steps
 
@@ -241,6 +241,10 @@ def test_a_folder_without_a_finished_run_is_refused(tmp_path):
         (
             {"strategy": "Gradients(dgc(0.01))", "optimizer": Adam()},
             "^AdamW has momentum 0.9 of its own, .* on the command line --optimizer.kind DGCSGD$",
+        ),
+        (
+            {"optimizer": DGCSGD()},
+            r"^DGCSGD leaves momentum to the averager, and Mean\(\) has none; .* --optimizer.kind SGD",
         ),
         ({"strategy": "Gossip(Mix(Torus(rows=3)))"}, "^Torus.*rows"),
     ],

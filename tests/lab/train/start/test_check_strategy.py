@@ -8,6 +8,7 @@ import pytest
 
 import thinwire as tw
 from thinwire.lab.recipes import recipes
+from thinwire.lab.train.optimize import DGCSGD, Adam, Muon
 from thinwire.lab.train.start.check import check_without_data
 
 
@@ -34,6 +35,11 @@ class BareAveraging(tw.strategy.Averaging):
 
     def _attached(self, model, optimizer, runtime):
         return Bare()
+
+
+@pytest.mark.parametrize("optimizer", [Adam(undecayed=("layer1.*",)), Muon(), DGCSGD(momentum=0.0)])
+def test_optimizers_that_go_with_the_strategy_are_built(optimizer):
+    check_without_data(replace(recipes()["digits"].config, workers=2, optimizer=optimizer))
 
 
 def test_a_strategy_whose_attachment_no_run_can_use_is_refused(monkeypatch):

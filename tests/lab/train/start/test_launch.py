@@ -251,6 +251,26 @@ def test_the_job_of_an_elastic_run_is_requeued_by_its_first_task(tmp_path, monke
     assert requeued == ["job"]
 
 
+@pytest.mark.parametrize(("agents_store", "alone"), [("True", False), ("False", True)])
+def test_a_task_that_is_started_again_finds_the_lighthouse_that_is_there(agents_store, alone, monkeypatch):
+    """torchrun starts all tasks again, and its store had the address of the Lighthouse before; else the store is task 0's."""
+    store = dist.HashStore()
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agents_store)
+    monkeypatch.setattr(elastic_tasks, "meeting_store", lambda *_: store)
+    monkeypatch.setattr(elastic_tasks, "lighthouse_of", lambda *_: nullcontext("http://new"))
+
+    def address(rank: int) -> str:
+        with elastic_tasks._lighthouse(
+            RunConfig("digits", elastic=True), Environment("", rank, 2, rank, 2, "here", 1)
+        ) as found:
+            return found
+
+    store.set(elastic_tasks.KEY, "http://new" if alone else "http://old")
+    with ThreadPoolExecutor(2) as pool:
+        again = [pool.submit(address, rank) for rank in ((1,) if alone else (1, 0))]
+        assert [one.result(30) for one in again] == ["http://new"] * len(again)
+
+
 def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "before")

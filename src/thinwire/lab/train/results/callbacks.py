@@ -99,8 +99,8 @@ def gradient_spectra(model: nn.Module, row: Mapping[str, Any], comm: Communicato
     2019, arXiv 1905.13727). Where gradients are averaged, they are those of the mean.
     """
     gradients = [p.grad.detach().float().reshape(len(p), -1) for p in model.parameters() if p.grad is not None]
-    # Vectors are of rank 1 in any case.
-    squares = [torch.linalg.svdvals(g).square() for g in gradients if min(g.shape) > 1]
+    # Vectors are of rank 1 in any case. A step that is skipped may have gradients that are not finite.
+    squares = [torch.linalg.svdvals(g).square() for g in gradients if min(g.shape) > 1 and g.isfinite().all()]
     spectra = [s / s.sum() for s in squares if s.sum() > 0]
     if not spectra:
         return {}

@@ -54,7 +54,7 @@ def evaluate_checkpoint(config: RunConfig, folder: Path) -> dict[str, float]:
     statistics.
 
     Args:
-        config: whose data, model and precision; usually those of the run, with other data.
+        config: whose data, model and `test_batch_size`; usually those of the run, with other data.
         folder: the checkpoint, such as `runs/digits/checkpoints/best`.
 
     Raises:

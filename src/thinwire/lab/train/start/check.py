@@ -13,7 +13,7 @@ from ....comm import Communicator, LocalWorld
 from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..results.trackers import check_installed
-from ..step.training import check_clipping
+from ..step.training import check_clipping, check_momentum
 
 
 def check_without_data(config: RunConfig) -> None:
@@ -29,13 +29,14 @@ def check_without_data(config: RunConfig) -> None:
 def _check(config: RunConfig) -> None:
     check_installed(config)
     check_clipping(config)
+    check_momentum(config)
     strategy = config.parsed_strategy()
     if strategy.averager.traits.needs_names:
         return  # only the real model has them
 
     def worker(comm: Communicator) -> None:
         model = nn.Linear(4, 4)
-        optimizer = replace(config.optimizer, undecayed=())  # only the real model has the names
+        optimizer = replace(config.optimizer, undecayed=("vectors",))  # only the real model has the names
         attachment = strategy.attach(model, optimizer.build(model), comm=comm)
         require(
             isinstance(attachment, AveragerAttachment),

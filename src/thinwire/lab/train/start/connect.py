@@ -209,8 +209,8 @@ def meeting_store(
     own_address(meeting=host)  # refuses an address that the others could not dial
     if credentials is not None:
         return _encrypted_store(environment, credentials)
-    # Unless torchrun's agent listens at that address already.
-    if rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    # Else torchrun's agent listens at that address already.
+    if rank == 0 and not torchrun_has_store():
         try:
             here = _own_addresses(host, seconds)
             if address := listening_address(host, here, environment.one_node):
@@ -226,6 +226,11 @@ def meeting_store(
         # Of several addresses, PyTorch's client would wait for a dead one until its limit.
         os.environ["MASTER_ADDR"] = _await_first(host, port, seconds)
     return next(dist.rendezvous("env://", rank, environment.size, timeout=limit))[0]
+
+
+def torchrun_has_store() -> bool:
+    """Whether workers meet at the store of torchrun's agent, which outlives them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _own_addresses(host: str, seconds: float) -> list[str]:
@@ -269,7 +274,7 @@ def _await_first(host: str, port: int, seconds: float) -> str:
 
 def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
     require(
-        os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+        not torchrun_has_store(),
         "torchrun's own store answers everybody; with credentials, start each worker with RANK, WORLD_SIZE, MASTER_ADDR and "
         "MASTER_PORT instead, or use --elastic without torchrun",
     )

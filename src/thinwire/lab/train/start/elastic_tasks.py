@@ -20,7 +20,7 @@ from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
-from .connect import awaited, choose_interface, credentials_of, meeting_store
+from .connect import awaited, choose_interface, credentials_of, fresh, meeting_store, torchrun_has_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
@@ -102,6 +102,8 @@ def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
     credentials = credentials_of(config)
     with said_if_late(awaited(environment, credentials)):
         store = meeting_store(environment, credentials)
+        if torchrun_has_store():  # after a restart it still has the address of the old Lighthouse
+            store = fresh(store, environment.rank, environment.size)
         found = store.get(KEY).decode() if environment.rank > 0 else None
     if found is not None:
         yield found

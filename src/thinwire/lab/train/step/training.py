@@ -19,7 +19,7 @@ from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Batch, Dataset
 from ..models import apply
-from ..optimize import set_learning_rate
+from ..optimize import DGCSGD, set_learning_rate
 from .virtual import VirtualTime
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -249,6 +249,7 @@ def prepare(
     model, optimizer = built(config, data, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
     check_clipping(config)
+    check_momentum(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
     own_comm = _communicator(config, device, meeting, layout) if comm is None else None
     in_use = scaler if scaler.is_enabled() else None
@@ -311,4 +312,18 @@ def check_clipping(config: RunConfig) -> None:
         config.clip_norm is None or not averager.traits.has_momentum,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "
         "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
+    )
+
+
+def check_momentum(config: RunConfig) -> None:
+    """Check that the optimizer leaves momentum to no averager without it.
+
+    Raises:
+        ValueError: it does, and training would have no momentum at all.
+    """
+    averager, optimizer = config.parsed_strategy().averager, config.optimizer
+    require(
+        averager.traits.has_momentum or not (isinstance(optimizer, DGCSGD) and optimizer.momentum),
+        f"DGCSGD leaves momentum to the averager, and {averager!r} has none; choose --optimizer.kind SGD, or for no momentum "
+        "--optimizer.momentum 0",
     )
