@@ -70,7 +70,7 @@ def test_every_second_element_is_averaged_as_a_copy_of_it(averager):
 
     def worker(comm, strided):
         generator = torch.Generator().manual_seed(comm.rank)
-        xs = [torch.randn(shape, generator=generator)[..., ::2] for shape in ((14,), (6, 10), (9, 2))]
+        xs = [torch.randn(shape, generator=generator)[..., ::2] for shape in ((14,), (6, 10), (9, 2), (2,), (0,))]
         tensors = [(f"x{i}", x if strided else x.clone()) for i, x in enumerate(xs)]
         state = averager.init(tensors, comm, seed=3)
         for _ in range(2):
