@@ -333,6 +333,43 @@ def test_half_precision_strided_and_empty_tensors():
         torch.testing.assert_close(z.contiguous(), torch.full((8, 4, 3, 3), 0.5), rtol=1e-6, atol=0)
 
 
+def test_memory_sees_the_mean_before_it_is_rounded_to_a_shorter_type():
+    """The estimate that all workers share stays the mean of their own ones; rounded means would let it drift away."""
+
+    def worker(comm):
+        averager = tw.PowerSGD(rank=1, memory=tw.memory.EF21())
+        tensors = [("w", torch.zeros(6, 9, dtype=torch.bfloat16))]
+        state = averager.init(tensors, comm)
+        for step in range(8):
+            tensors[0][1].copy_(randn(6, 9, seed=10 * step + comm.rank))
+            averager.step(state, tensors, comm).wait()
+            assert averager.commit(state)
+        return state.memory.estimate["w"], state.memory.mean["w"]
+
+    (first, mean), (second, _) = tw.LocalWorld(2).run(worker)
+    torch.testing.assert_close(mean, (first + second) / 2, rtol=0, atol=1e-5)
+
+
+def test_a_memory_that_overflows_the_type_of_a_matrix_leaves_no_trace():
+    """The mean of the differences is finite in float16, and its sum with the estimate is not."""
+
+    def worker(comm):
+        averager = tw.PowerSGD(rank=1, memory=tw.memory.EF21())
+        x = torch.zeros(6, 9, dtype=torch.float16)
+        state = averager.init([("w", x)], comm)
+        for _ in range(2):  # one of two directions in each
+            x.zero_()[:2, :2] = torch.tensor([32000.0, 60000.0]).diag()
+            averager.step(state, [("w", x)], comm).wait()
+            assert averager.commit(state)
+        before = leaves(state.memory.state_dict())
+        x.zero_()[1, 1] = 64000.0  # as 32000 at loss scale 2, where most of 60000 stays and float16 ends at 32752
+        averager.step(state, [("w", x)], comm, scale=2.0).wait()
+        assert x.isinf().any() and not averager.commit(state)
+        return all(torch.equal(before[name], after) for name, after in leaves(state.memory.state_dict()).items())
+
+    assert all(tw.LocalWorld(2).run(worker))
+
+
 # ---- under DDP, in real processes ----
 
 

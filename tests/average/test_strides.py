@@ -52,3 +52,33 @@ def test_a_tensor_without_dimensions_is_averaged(averager, dtype):
 
     found = tw.LocalWorld(2).run(worker)
     assert sum(found) == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [
+        *AVERAGERS,
+        tw.Mean(tw.TopK(0.3), tw.ErrorFeedback(), min_ndim=0),
+        tw.Mean(tw.TopK(0.3), exchange="sparse_reduce", min_ndim=0),
+        tw.Mean(tw.chain(tw.TopK(0.3), tw.codec.ALQ(update_steps=(1,))), min_ndim=0),
+        tw.PowerSGD(rank=1, memory=None),
+    ],
+    ids=repr,
+)
+def test_every_second_element_is_averaged_as_a_copy_of_it(averager):
+    """A vector of such elements is flat already, and yet not contiguous; so is a matrix, once it is seen as a vector."""
+
+    def worker(comm, strided):
+        generator = torch.Generator().manual_seed(comm.rank)
+        xs = [torch.randn(shape, generator=generator)[..., ::2] for shape in ((14,), (6, 10), (9, 2), (2,), (0,))]
+        tensors = [(f"x{i}", x if strided else x.clone()) for i, x in enumerate(xs)]
+        state = averager.init(tensors, comm, seed=3)
+        for _ in range(2):
+            averager.step(state, tensors, comm).wait()
+            averager.commit(state)
+        return [x for _, x in tensors]
+
+    found, expected = (tw.LocalWorld(2).run(lambda comm, s=s: worker(comm, s)) for s in (True, False))
+    for a, b in zip(found, expected, strict=True):
+        for x, y in zip(a, b, strict=True):
+            torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6)

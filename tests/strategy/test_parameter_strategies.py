@@ -293,9 +293,15 @@ def test_complex_parameters_keep_their_imaginary_part(kind):
         assert torch.allclose(phase, torch.full((3,), 1.0 + 1.0j), atol=1e-3)
 
 
-def test_an_averager_refuses_complex_tensors_by_name():
-    with pytest.raises(ValueError, match="tensor 'z' is complex"):
-        run(1, lambda comm: tw.Mix().init([("z", torch.ones(2, dtype=torch.complex64))], comm))
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+@pytest.mark.parametrize(
+    "averager",
+    [tw.Mix(), tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()), tw.PowerSGD(), tw.average.Dion()],
+    ids=repr,
+)
+def test_an_averager_refuses_tensors_that_are_no_real_floats_by_name(averager, dtype):
+    with pytest.raises(ValueError, match=f"tensor 'z' is {dtype}, and averagers take real floats"):
+        run(2, lambda comm: averager.init([("z", torch.ones(2, dtype=dtype))], comm))
 
 
 # ---- workers that differ, and models that do not suit ----

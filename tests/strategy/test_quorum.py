@@ -462,6 +462,7 @@ def wide(comm, strategy, steps):
         ("Mean(exchange='scatter_reduce'), 4, quorum=Quorum(1)", "makes its message without the others"),
         ("Mean(RandomK(0.1, shared=True)), 4, quorum=Quorum(1)", "makes its message without the others"),
         ("PowerSGD(), 4, quorum=Quorum(1)", "makes its message without the others"),
+        ("Mean(TopK(0.1), SignDescent()), 4, quorum=Quorum(1)", "momentum or signs of the mean"),
         ("Mean(), 4, alpha=0.5, delay=1, quorum=Quorum(1)", "leave out alpha"),
         ("Mean(), 4, weights=InverseNorm(), quorum=Quorum(1)", "leave out weights"),
         ("Mean(), 4, outer=OuterSGD(momentum=0.0), quorum=Quorum(1)", "DelayedNesterov"),

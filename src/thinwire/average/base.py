@@ -172,11 +172,21 @@ def averager_hint(value: object) -> str | None:
 
 
 def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
-    """Raise the same error on all workers unless their configurations are equal; it names each difference and its rank."""
+    """Raise the same error on all workers unless their configurations are equal, and their tensors real floats.
+
+    It names each difference and its rank.
+    """
     names = [name for name, _ in tensors]
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
     described = {f"tensor {i}": f"{name} {tuple(t.shape)} {t.dtype}" for i, (name, t) in enumerate(tensors)}
     comm.check_agreement({"averager": repr(averager), "seed": seed, "number of tensors": len(names)} | described)
+    for name, t in tensors:
+        # A conversion to float32 would drop imaginary parts, and one to integers would cut means off.
+        require(
+            t.is_floating_point(),
+            f"tensor {name!r} is {t.dtype}, and averagers take real floats; pass torch.view_as_real(tensor) of a complex "
+            "tensor, or tensor.float()",
+        )
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:

@@ -19,8 +19,8 @@ def flat_like(tensor: Tensor, numel: int) -> Tensor:
 def as_bytes(tensor: Tensor) -> Tensor:
     """The memory of a contiguous tensor, as (num_bytes,) uint8."""
     flat = tensor.detach().reshape(-1)
-    if flat.numel() == 1:  # the stride of a single element may be anything, and `view` asks for 1
-        flat = flat.as_strided((1,), (1,))
+    if flat.numel() < 2:  # the stride of so few elements may be anything, and `view` asks for 1
+        flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
 
 

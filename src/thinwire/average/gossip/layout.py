@@ -34,17 +34,9 @@ class FlatLayout:
         """The layout of these tensors.
 
         Args:
-            tensors: real tensors of any float dtype; they need not be contiguous.
+            tensors: of any float dtype; they need not be contiguous.
             exact: whether float64 tensors keep all of their digits; if not, the vector rounds them to float32.
-
-        Raises:
-            ValueError: a tensor is complex.
         """
-        for name, t in tensors:
-            require(
-                not t.is_complex(),
-                f"tensor {name!r} is complex ({t.dtype}), and averagers take real tensors; pass torch.view_as_real(tensor)",
-            )
         is_double = exact and any(t.dtype == torch.float64 for _, t in tensors)
         names, shapes = tuple(name for name, _ in tensors), tuple(t.shape for _, t in tensors)
         return cls(names, shapes, torch.float64 if is_double else torch.float32)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ... import debug, kernels
 from ...comm import Communicator
+from ...comm.buffers import as_bytes
 from ...streams import uploaded
 from ...topology import Hierarchical, Neighbours
 from .round import Arrive, GossipState
@@ -75,7 +76,7 @@ def pack_weighted(weight: float, *xs: Tensor) -> Tensor:
         (0.5, tensor([1., 1.]))
     """
     w = uploaded(xs[0].device if xs else torch.device("cpu"), [weight], torch.float64)
-    return torch.cat([part.view(torch.uint8) for part in (w, *xs)])
+    return torch.cat([as_bytes(part) for part in (w, *xs)])
 
 
 def unpack_weighted(message: Tensor, dtype: torch.dtype) -> tuple[float, Tensor]:

@@ -178,7 +178,7 @@ class PowerSGD(Averager):
         """The values to send, flat float32, and P' (r, n) of each: memory's buffers if there is one, else the tensors."""
         if self.memory is not None:
             return self.memory.compensate_products(state.memory, matrices, scale, qs)
-        xs = [t.to(torch.float32).reshape(-1) for _, t in matrices]
+        xs = [t.to(torch.float32).reshape(-1).contiguous() for _, t in matrices]
         return xs, kernels.low_rank.products(xs, [len(t) for _, t in matrices], qs, left=False)
 
     def _dense(self, state: PowerSGDState, name: str, t: Tensor, scale: float) -> _Part:
@@ -224,13 +224,18 @@ class PowerSGD(Averager):
             state.pending_q.update((m.name, _rescaled(new, q)) for m, new, q in zip(matrices, new_qs, qs, strict=True))
             # The factor goes into Q, which is smaller than the result.
             scaled = [q * (m.scale / comm.size) for m, q in zip(matrices, new_qs, strict=True)]
-            finite = _store_products([m.target for m in matrices], ps, scaled)
-            for d, total in zip(dense, sums[len(matrices) :], strict=True):
-                d.target.copy_((total * (d.scale / comm.size)).view(d.target.shape))
-            if memory is not None:
-                for part in (part for part in (*matrices, *dense) if part.remembers):
-                    memory.decoded(state.memory, part.name, part.target, part.scale)
-            finite = kernels.flags.both(finite, kernels.all_finite([d.target for d in dense]))
+            parts = [*matrices, *dense]
+            targets = [part.target for part in parts]
+            # Float32, so that memory sees means before they are rounded to a shorter type.
+            outs = result_buffers(targets)
+            finite = _store_products(outs[: len(matrices)], targets, ps, scaled)
+            for d, out, total in zip(dense, outs[len(matrices) :], sums[len(matrices) :], strict=True):
+                out.copy_((total * (d.scale / comm.size)).view(out.shape))
+            for part, out in zip(parts, outs, strict=True):
+                if memory is not None and part.remembers:
+                    memory.decoded(state.memory, part.name, out, part.scale)
+            others = kernels.all_finite(outs[len(matrices) :])
+            finite = kernels.flags.all_of([finite, others, copy_changed(outs, targets)])
             state.finite = kernels.flags.both(state.finite, finite)
 
 
@@ -259,10 +264,9 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     return torch.where(peak > 0, q / peak, old)
 
 
-def _store_products(targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
-    """`target <- P Q'` for all, in place where a target is contiguous float32; returns whether all are finite."""
-    outs = result_buffers(targets)
-    finite = kernels.low_rank.store([out.view(-1) for out in outs], [len(t) for t in targets], ps, qs)
+def _store_products(outs: list[Tensor], targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
+    """`out <- P Q'` for all; returns whether all are finite. A buffer may be the target itself."""
+    finite = kernels.low_rank.store([out.view(-1) for out in outs], [len(out) for out in outs], ps, qs)
     # Kernels write through addresses, of which autograd knows nothing.
-    torch.autograd.graph.increment_version([t for t, out in zip(targets, outs, strict=True) if t is out])
-    return kernels.flags.both(finite, copy_changed(outs, targets))
+    torch.autograd.graph.increment_version([t for t, out in zip(targets, outs, strict=False) if t is out])
+    return finite

@@ -202,6 +202,8 @@ class Mean(Averager):
             and self.rule is None
             and self.clip is None
             and (memory is None or not (memory.needs_mean or memory.has_momentum))
+            # A memory that turns means into results needs the whole round's.
+            and (memory is None or type(memory).decoded is Memory.decoded)
             and not (traits.shared_key or traits.votes)
             and self.codec.is_constant
             and traits.agreement is None

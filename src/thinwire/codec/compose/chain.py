@@ -62,7 +62,7 @@ class Chain(SparseCodec):
 
     def reaching(self, segments: Sequence[Tensor], keys: Sequence[Key]) -> Sequence[Tensor]:
         """What reaches it of the values that the sparsifier keeps."""
-        flat = [s.detach().to(torch.float32).reshape(-1) for s in segments]
+        flat = [s.detach().to(torch.float32).reshape(-1).contiguous() for s in segments]
         kept = self.sparsifier.select(flat, [key.mixed() for key in keys])
         return self.values.reaching(kept.values.split(kept.counts), keys)
 

@@ -171,7 +171,8 @@ class Local(Averaging[LocalUpdates]):
         self._require(
             self.averager.traits.lone_messages is not None,
             "with a quorum each worker makes its message without the others, so the averager must be Mean with a constant "
-            f"codec whose workers agree on nothing, by an all-gather and without rule, clip or momentum; got {self.averager!r}",
+            f"codec whose workers agree on nothing, by an all-gather and without rule, clip, momentum or signs of the mean; "
+            f"got {self.averager!r}",
         )
         excluded = {"alpha": self.alpha, "weights": self.weights, "state_every": self.state_every}
         named = [name for name, value in excluded.items() if value]

@@ -480,7 +480,7 @@ def flat_segments(tensors: Sequence[Tensor], merged: bool) -> list[Tensor]:
     """One vector of all elements, a copy, if `merged`; else each tensor as a float32 vector, a view if possible."""
     if merged:
         return [flatten(tensors, tensors[0].device)] if tensors else []
-    return [t.reshape(-1).to(torch.float32) for t in tensors]
+    return [t.reshape(-1).to(torch.float32).contiguous() for t in tensors]
 
 
 def store_segments(segments: Sequence[Tensor], tensors: Sequence[Tensor], merged: bool) -> None:
