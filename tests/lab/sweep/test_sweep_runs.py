@@ -179,10 +179,18 @@ def test_a_run_starts_while_another_process_looks_at_it(tmp_path):
         assert not locked(late)
 
 
-@pytest.mark.parametrize("is_interrupted", [True, False])
+SLEEPS = "import time; print('begun', flush=True); time.sleep(600)"
+# As where the signal comes while a module is imported, whose C++ makes another error of it.
+ENDS_OTHERWISE = f"import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(1)); {SLEEPS}"
+
+
+@pytest.mark.parametrize(
+    ("is_interrupted", "program", "code"),
+    [(True, SLEEPS, -signal.SIGTERM), (False, SLEEPS, -signal.SIGTERM), (True, ENDS_OTHERWISE, 1)],
+)
 @pytest.mark.usefixtures("no_leftovers")
 def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_start(
-    is_interrupted, tmp_path, monkeypatch
+    is_interrupted, program, code, tmp_path, monkeypatch
 ):
     write(tmp_path)
     begun = []
@@ -192,7 +200,9 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
             (planned.records / "log.txt").mkdir(parents=True)
             return start(planned)
         write_down(planned)
-        begun.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"]))
+        (planned.records / "ended.json").write_text('{"code": null}')
+        begun.append(subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE))
+        assert begun[0].stdout.readline() == b"begun\n"
         if is_interrupted:
             os.kill(os.getpid(), signal.SIGINT)
         return begun[-1]
@@ -207,7 +217,7 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
     )
     with pytest.raises(expected[0], match=expected[1]):
         run_locally(planned, 2)
-    assert len(begun) == 1 and begun[0].poll() == -signal.SIGTERM
+    assert len(begun) == 1 and begun[0].poll() == code
     assert [status_of(each).state for each in planned] == ["stopped", "waiting"]
 
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
-from ..files import write_json
+from ..files import read_json, write_json
 from .execute import start
 from .file import PlannedRun
 from .show import print_ended
@@ -49,8 +49,9 @@ def run_locally(
                 running = _still_running(running, watch)
         except BaseException as error:
             stop([process for _, process in running])
-            for run, process in running:
-                if process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM):  # maybe before the run could write it
+            for run, _ in running:
+                ended = read_json(run.records / "ended.json")
+                if ended is None or ended["code"] is None:  # the signal came before the run could write how it ends
                     write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
             if not isinstance(error, KeyboardInterrupt):
                 raise
