@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.spawn import WORLDS
+from helpers.threads import failing_once
 
 import thinwire as tw
 from thinwire.average.mean.exchange import base
@@ -123,6 +124,14 @@ def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
         assert open_pair(strangers) == {0: 5, 1: 5}
     turned_away = [line for line in caplog.messages if "was silent for too long" in line]
     assert len(turned_away) >= 19 and all("from 127.0.0.2:" in line for line in turned_away)
+
+
+def test_a_worker_that_can_start_no_thread_for_a_moment_goes_on_to_listen(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start = failing_once(monkeypatch, "thinwire-greet")
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert open_pair(lambda *address: None) == {0: 5, 1: 5}
+    assert not start and "cannot take a connection from 127.0.0.1:" in caplog.text
 
 
 def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):

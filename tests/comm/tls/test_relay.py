@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,6 +76,25 @@ def test_what_one_end_says_the_other_hears(server):
     other.sendall(b"an answer")
     other.close()
     assert read(one, 100) == b"an answer"
+
+
+def test_a_relay_that_cannot_start_says_why(monkeypatch):
+    def full():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    raised = []
+
+    def begin():
+        try:
+            Relay("127.0.0.1")
+        except OSError as error:
+            raised.append(error.errno)
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", full)
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    beginning.join(10)
+    assert raised == [errno.EMFILE]
 
 
 def test_pairs_with_other_tokens_are_kept_apart(server):

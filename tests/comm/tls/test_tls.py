@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.program import wait_until
+from helpers.threads import failing_once
 
 from thinwire.comm.elastic.groups import TcpGroups
 from thinwire.comm.elastic.lighthouse import meet
@@ -127,6 +128,17 @@ def test_each_caller_too_many_sends_another_one_away(listener, monkeypatch):
         callers[5].recv(1)
     for caller in callers:
         caller.close()
+
+
+def test_a_listener_that_can_start_no_thread_for_a_moment_goes_on_to_listen(listener, credentials, monkeypatch, caplog):
+    start = failing_once(monkeypatch, "thinwire-tls")
+    with (
+        caplog.at_level(logging.WARNING, "thinwire"),
+        socket.create_connection(("127.0.0.1", listener.port), 10) as one,
+    ):
+        assert one.recv(1) == b""
+    assert not start and "closed a connection from 127.0.0.1:" in caplog.text
+    connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10).close()
 
 
 class Between:

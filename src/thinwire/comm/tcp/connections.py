@@ -251,7 +251,14 @@ class Connections:
                 oldest = oldest_of_busiest(self._greeting)
                 del self._greeting[oldest]
                 end(oldest)
-        threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True).start()
+        greeting = threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True)
+        try:
+            greeting.start()
+        except RuntimeError as error:  # this machine has no place for another thread now
+            with self._lock:
+                self._greeting.pop(connection, None)
+            connection.close()
+            log.warning("rank %d cannot take a connection from %s: %s", self._rank, caller, error)
 
     def _greet(self, connection: socket.socket, caller: str) -> None:
         """Take the connection of a worker of the run that proves who it is; end any other."""

@@ -198,7 +198,14 @@ class Listener:
                 oldest = oldest_of_busiest(self._greeting)
                 del self._greeting[oldest]
                 end(oldest)
-        threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
+        talk = threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True)
+        try:
+            talk.start()
+        except RuntimeError as error:  # this machine has no place for another thread now
+            with self._lock:
+                self._greeting.pop(connection, None)
+            connection.close()
+            self._log(address_text(*address), str(error))
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""

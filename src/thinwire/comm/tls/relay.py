@@ -23,6 +23,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Relay:
         port: TCP port; 0 takes a free one.
 
     Raises:
-        OSError: the port is taken, or this machine does not have the address.
+        OSError: the port is taken, this machine does not have the address, or this process has no free descriptors.
 
     Example:
         >>> with Relay("127.0.0.1") as relay:
@@ -78,12 +79,14 @@ class Relay:
         self._unpaired: Counter[str] = Counter()  # by address
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop: Callable[[], None]
-        has_started = threading.Event()
-        self._thread = threading.Thread(
-            target=asyncio.run, args=(self._run(has_started),), name="thinwire-relay", daemon=True
-        )
-        self._thread.start()
-        has_started.wait()
+        started = Future[None]()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="thinwire-relay", daemon=True)
+        try:
+            self._thread.start()
+            started.result()
+        except BaseException:
+            self._listener.close()
+            raise
 
     def __enter__(self) -> Relay:
         return self
@@ -101,7 +104,16 @@ class Relay:
         while self._thread.is_alive():
             self._thread.join(1.0)
 
-    async def _run(self, has_started: threading.Event) -> None:
+    def _main(self, started: Future[None]) -> None:
+        try:
+            with contextlib.closing(self._run(started)) as run:
+                asyncio.run(run)
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _run(self, started: Future[None]) -> None:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
         def stop() -> None:
@@ -110,7 +122,7 @@ class Relay:
 
         self._stop = stop
         server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=1024)
-        has_started.set()
+        started.set_result(None)
         await stopped.wait()
         server.close()
         for task in self._tasks:
