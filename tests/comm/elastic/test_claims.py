@@ -141,6 +141,7 @@ def test_a_place_depends_on_every_question():
         {"settings": None},
         {"can_heal": 1},
         {"digest": 7},
+        {"nonce": "\ud800"},
         {"state_ports": [1 << 16]},
         {"state_ports": 5},
         {"more": 1},
@@ -155,7 +156,8 @@ def test_a_claim_that_cannot_be_true_is_dropped(wrong):
 
 
 @pytest.mark.parametrize(
-    "store", ["10.0.0.1:70000", "a\0b:1", "a..b:1", "slow.example.org:1", "10.0.0.1", ":1", "1" * 300]
+    "store",
+    ["10.0.0.1:70000", "a\0b:1", "a..b:1", "slow.example.org:1", "10.0.0.1", ":1", "1" * 300, "10.0.0.1:\u0663"],
 )
 def test_a_worker_says_an_address_that_need_not_be_looked_up(store):
     assert read_claim("a", store, claim(3).data()) is None

@@ -88,10 +88,12 @@ def test_others_get_no_more_than_a_handshake(listener, of_another_run, caplog):
     assert len(caplog.messages) < 5  # a line a second
 
 
-def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_run):
+def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_run, caplog):
     theirs = Listener("127.0.0.1", 0, of_another_run, list)
     with pytest.raises(Refused, match="is refused: its certificate is of another run"):
         connect_tls("127.0.0.1", theirs.port, credentials[1].context(server=False), 10)
+    said = "it refuses this worker: its certificate is of another run"
+    wait_until(lambda: said in caplog.text, "the listener says who has refused it", 10)
     with pytest.raises(
         dist.DistNetworkError, match="the store at .* does not answer: .* its certificate is of another run"
     ):

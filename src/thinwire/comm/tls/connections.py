@@ -27,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..addresses import address_text, listening_address, own_addresses_of
@@ -105,7 +106,7 @@ def _fields(body: bytes) -> Iterator[bytes]:
 
 
 class Listener:
-    """Answers the workers of a run at one address. Certificates that are revoked meanwhile end their connections.
+    """Answers the workers of a run at one address. New keys, and certificates that are revoked, end its connections.
 
     Args:
         host: address of this machine; where it is translated on the way, so that this machine does not have it, the listener
@@ -138,7 +139,7 @@ class Listener:
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
         self._closed, self._last_line, self._unsaid = threading.Event(), 0.0, 0
-        self._list, self._context = self._revoked(), self._new_context()
+        self._versions, self._context = self._versions_now(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
             token = relay.token_at(host, self.port)
@@ -167,26 +168,24 @@ class Listener:
             context.verify_mode = ssl.CERT_NONE
         return context
 
-    def _revoked(self) -> tuple[int, int] | None:
-        path = self._credentials and self._credentials.revoked
-        found = path and path.stat()
-        return (found.st_mtime_ns, found.st_size) if found else None
+    def _versions_now(self) -> list[tuple[Path, int, int]]:
+        return self._credentials.versions() if self._credentials else []
 
     def _accept(self) -> None:
         if self._attendance is not None:
-            # At a relay, `Attendance` takes the connections, so that this thread looks at the list alone.
+            # At a relay, `Attendance` takes the connections, so that this thread looks at the keys alone.
             while not self._closed.wait(LOOK_SECONDS):
-                self._look_at_the_list()
+                self._look_at_the_keys()
         for caller in callers(self._listener, self._closed, partial(log.warning, "cannot take a connection: %s")):
-            self._look_at_the_list()
+            self._look_at_the_keys()
             if caller:
                 self._talk_with(*caller)
 
-    def _look_at_the_list(self) -> None:
-        """If certificates were revoked, end all connections: the others connect again."""
-        with contextlib.suppress(OSError, ValueError):  # it is being written
-            if (now := self._revoked()) != self._list:
-                self._context, self._list = self._new_context(), now
+    def _look_at_the_keys(self) -> None:
+        """If there are new keys, or certificates were revoked, end all connections: the others connect again."""
+        with contextlib.suppress(OSError, ValueError):  # they are being written
+            if (now := self._versions_now()) != self._versions:
+                self._context, self._versions = self._new_context(), now
                 with self._lock:
                     for connection in (*self._open, *self._greeting):
                         end(connection)
@@ -225,7 +224,9 @@ class Listener:
                 encrypted.do_handshake()
                 shown = encrypted.getpeercert() or {}
             with self._lock:
-                self._greeting.pop(raw, None)
+                # A caller that need not show a certificate has to make way for others until it hangs up.
+                if not self._asks_all:
+                    self._greeting.pop(raw, None)
                 if len(self._open) >= MAX_CONNECTIONS:
                     raise Refused(f"there are {MAX_CONNECTIONS} connections already")
                 self._open.add(raw)
@@ -241,7 +242,8 @@ class Listener:
             self._log(caller, WRONG.get(error.verify_code, error.verify_message))
         except (Refused, ssl.SSLError) as error:
             if not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-                self._log(caller, getattr(error, "reason", None) or str(error))
+                why = getattr(error, "reason", None) or str(error)
+                self._log(caller, f"it refuses this worker: {_alert(why)}" if "ALERT_" in why else why)
         except (OSError, ValueError):  # it has hung up, or this listener is being closed
             pass
         finally:
