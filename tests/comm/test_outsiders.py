@@ -26,7 +26,7 @@ from thinwire.average.mean.exchange.sparse_reduce import SparseReduction
 from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
-from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Connections, Contact, Place
+from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, MAX_REFUSALS, Connections, Contact, Place
 from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, greet, introduce, proof
 from thinwire.comm.tls.connections import Refused
@@ -107,6 +107,21 @@ def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):
         heard = open_pair(lambda *address: connections.extend(socket.create_connection(address) for _ in range(crowd)))
     assert heard == {0: 5, 1: 5}
     assert sum("was silent for too long" in line for line in caplog.messages) >= 19
+
+
+def test_in_a_flood_of_outsiders_a_line_a_second_is_logged(caplog):
+    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._secret = SECRET
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        for _ in range(3 * MAX_REFUSALS):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                theirs.sendall(bytes(HELLO.size))
+                connections._greeting[ours] = "10.0.0.9"
+                connections._greet(ours, "10.0.0.9")
+    connections.close()
+    assert MAX_REFUSALS <= len(caplog.messages) < 2 * MAX_REFUSALS
+    assert "which does not know the run's secret" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")

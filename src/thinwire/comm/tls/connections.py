@@ -31,6 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from ..addresses import address_text, listening_address, own_addresses_of
+from ..notice import Flood
 from ..sockets import (
     LOOK_SECONDS,
     be_patient,
@@ -55,7 +56,6 @@ MAX_HANDSHAKES = 64
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
-LOG_SECONDS = 1.0  # between two lines about refused connections
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -138,7 +138,7 @@ class Listener:
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
-        self._closed, self._last_line, self._unsaid = threading.Event(), 0.0, 0
+        self._closed, self._refusals = threading.Event(), Flood()
         self._versions, self._context = self._versions_now(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
@@ -276,15 +276,7 @@ class Listener:
                 self._num_unread -= size
 
     def _log(self, caller: str, why: str | None) -> None:
-        """Name who was refused; a flood of them gets a line a second."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._last_line + LOG_SECONDS:
-                self._unsaid += 1
-                return
-            more = f" (and {self._unsaid} others before)" if self._unsaid else ""
-            self._last_line, self._unsaid = now, 0
-        log.warning("closed a connection from %s: %s%s", caller, why, more)
+        self._refusals.warn("closed a connection from %s: %s", caller, why)
 
 
 _PORTS_AT_RELAYS = itertools.count(1)

@@ -19,6 +19,7 @@ import re
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -28,6 +29,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..addresses import address_text, parse_address
+from ..notice import Flood
 from ..sockets import be_patient, dial_small, end, keep_trying, read_exactly
 
 MAGIC = b"thinwire"
@@ -40,7 +42,8 @@ ADDRESS_BYTES = 64
 HELLO_SECONDS = 10.0
 SILENT_SECONDS = 10  # after which a line is given up, as workers do
 CONNECT_SECONDS = 20.0  # that a connector waits for the other one
-MAX_CONNECTIONS = 2048
+MAX_CONNECTIONS = 2048  # half of them from one address
+SPARE_DESCRIPTORS, BACKLOG = 256, 128  # for callers that are turned away; asyncio takes so many callers at once
 MAX_UNPAIRED = 64  # from one address
 BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to wait at a relay
@@ -76,7 +79,9 @@ class Relay:
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._waiting: dict[tuple[bytes, bytes], list[Half]] = {}  # by token and what they want, the newest last
-        self._unpaired: Counter[str] = Counter()  # by address
+        self._open: Counter[str] = Counter()  # by address
+        self._unpaired: Counter[str] = Counter()
+        self._max, self._refusals = _max_connections(), Flood()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop: Callable[[], None]
         started = Future[None]()
@@ -121,7 +126,7 @@ class Relay:
                 loop.call_soon_threadsafe(stopped.set)
 
         self._stop = stop
-        server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=1024)
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=BACKLOG)
         started.set_result(None)
         await stopped.wait()
         server.close()
@@ -134,6 +139,7 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         address = str(writer.get_extra_info("peername")[0])
+        self._open[address] += 1
         try:
             loop = asyncio.get_running_loop()
             own = Half(reader, writer, loop.create_future(), loop.create_future())
@@ -151,12 +157,17 @@ class Relay:
             pass  # it has gone, or says nothing that a worker says, or the relay closes
         finally:
             self._tasks.discard(task)
+            self._open[address] -= 1
+            self._open += Counter()
             writer.close()
 
     async def _meet(self, own: Half, address: str) -> Half | None:
         """Do what a connection asks for; return the one that it is to be joined with, if that was there before."""
-        if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
-            log.warning("the relay turned away %s, which has too many connections", address)
+        if self._unpaired[address] > MAX_UNPAIRED or 2 * self._open[address] > self._max:
+            self._refusals.warn("the relay turned away %s, which has too many connections", address)
+            return None
+        if len(self._tasks) > self._max:
+            self._refusals.warn("the relay turned away %s: it has %d connections already", address, self._max)
             return None
         be_patient(own.writer.get_extra_info("socket"), SILENT_SECONDS)
         magic, want, token = HELLO.unpack(await asyncio.wait_for(own.reader.readexactly(HELLO.size), HELLO_SECONDS))
@@ -190,6 +201,17 @@ class Relay:
                 place.remove(own)
             if not place:
                 self._waiting.pop((token, want), None)
+
+
+def _max_connections() -> int:
+    """How many connections this process has descriptors for. Without any, asyncio would log each caller, again and again."""
+    if sys.platform == "win32":
+        return MAX_CONNECTIONS
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Infinity is -1 on Linux.
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(2, soft - SPARE_DESCRIPTORS))
 
 
 async def _forward(one: Half, other: Half) -> None:
