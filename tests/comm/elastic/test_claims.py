@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from thinwire.comm.elastic.claims import Claim, choose, differing, members_of, place_of, read_claim
 from thinwire.comm.elastic.history import History
+from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.members import Diverged, Version
 
 
@@ -153,6 +156,13 @@ def test_a_claim_that_cannot_be_true_is_dropped(wrong):
     assert read_claim("a", "10.0.0.1:1", data | wrong) is None
     assert read_claim("a", "nowhere", data) is None and read_claim("a", "h" * 1000 + ":1", data) is None
     assert read_claim("a", "10.0.0.1:1", None) is None
+
+
+def test_a_worker_whose_claim_is_dropped_is_named_in_one_line_whatever_its_name(caplog):
+    liar = SimpleNamespace(replica_id="a\nthinwire: all is well", store_address="", data=None)
+    assert Asker(None, "b")._claims(SimpleNamespace(quorum_id=1, participants=[liar])) == []
+    (line,) = caplog.messages
+    assert "\n" not in line and "takes no part" in line
 
 
 @pytest.mark.parametrize(
