@@ -174,7 +174,7 @@ def test_pairs_of_one_address_keep_no_other_out(monkeypatch, caplog):
 
 def test_a_relay_takes_no_more_than_it_has_descriptors_for(monkeypatch):
     resource = pytest.importorskip("resource")
-    for soft, most in ((1024, 768), (1 << 20, 2048), (resource.RLIM_INFINITY, 2048)):
+    for soft, most in ((256, 128), (1024, 896), (1 << 20, 2048), (resource.RLIM_INFINITY, 2048)):
         monkeypatch.setattr(resource, "getrlimit", lambda what, soft=soft: (soft, soft))
         with Relay("127.0.0.1") as server:
             assert server._max == most

@@ -293,8 +293,11 @@ class Connections:
             connection.close()
         if why and not self._closed.is_set():
             why = SILENT if is_sent_away else why
-            say = log.debug if why == HUNG_UP else self._refusals.warn  # a worker that ends hangs up too
-            say("rank %d closed a connection from %s, which %s", self._rank, caller, why)
+            line = ("rank %d closed a connection from %s, which %s", self._rank, caller, why)
+            if why == HUNG_UP:  # a worker that ends hangs up too
+                log.debug(*line)
+            else:
+                self._refusals.warn(*line)
 
     def _other_name(self, peer: int, session: Session) -> str:
         return (

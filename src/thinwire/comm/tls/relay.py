@@ -43,7 +43,7 @@ HELLO_SECONDS = 10.0
 SILENT_SECONDS = 10  # after which a line is given up, as workers do
 CONNECT_SECONDS = 20.0  # that a connector waits for the other one
 MAX_CONNECTIONS = 2048  # half of them from one address
-SPARE_DESCRIPTORS, BACKLOG = 256, 128  # for callers that are turned away; asyncio takes so many callers at once
+SPARE_DESCRIPTORS, BACKLOG = 128, 64  # for callers that are turned away; asyncio takes so many callers at once
 MAX_UNPAIRED = 64  # from one address
 BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to wait at a relay
@@ -127,6 +127,7 @@ class Relay:
 
         self._stop = stop
         server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=BACKLOG)
+        self._listener.listen(1024)  # more may wait than are taken at once
         started.set_result(None)
         await stopped.wait()
         server.close()
