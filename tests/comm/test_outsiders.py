@@ -18,6 +18,7 @@ from unittest import mock
 import pytest
 import torch
 from helpers.spawn import WORLDS
+from helpers.threads import failing_once
 
 import thinwire as tw
 from thinwire.average.mean.exchange import base
@@ -25,7 +26,7 @@ from thinwire.average.mean.exchange.sparse_reduce import SparseReduction
 from thinwire.comm import CommunicationError
 from thinwire.comm.addresses import own_address
 from thinwire.comm.tcp.channel import HEADER, TcpChannel
-from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, Connections, Contact, Place
+from thinwire.comm.tcp.connections import AT_ONCE, MAX_GREETINGS, MAX_REFUSALS, Connections, Contact, Place
 from thinwire.comm.tcp.endpoint import Meeting
 from thinwire.comm.tcp.handshake import HELLO, greet, introduce, proof
 from thinwire.comm.tls.connections import Refused
@@ -108,6 +109,21 @@ def test_a_crowd_of_silent_outsiders_is_sent_away(monkeypatch, caplog):
     assert sum("was silent for too long" in line for line in caplog.messages) >= 19
 
 
+def test_in_a_flood_of_outsiders_a_line_a_second_is_logged(caplog):
+    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._secret = SECRET
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        for _ in range(3 * MAX_REFUSALS):
+            ours, theirs = socket.socketpair()
+            with theirs:
+                theirs.sendall(bytes(HELLO.size))
+                connections._greeting[ours] = "10.0.0.9"
+                connections._greet(ours, "10.0.0.9")
+    connections.close()
+    assert MAX_REFUSALS <= len(caplog.messages) < 2 * MAX_REFUSALS
+    assert "which does not know the run's secret" in caplog.text
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
 def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
     """An old caller of another address stays, though the flood's callers came later."""
@@ -123,6 +139,14 @@ def test_a_flood_from_one_address_keeps_no_other_out(monkeypatch, caplog):
         assert open_pair(strangers) == {0: 5, 1: 5}
     turned_away = [line for line in caplog.messages if "was silent for too long" in line]
     assert len(turned_away) >= 19 and all("from 127.0.0.2:" in line for line in turned_away)
+
+
+def test_a_worker_that_can_start_no_thread_for_a_moment_goes_on_to_listen(monkeypatch, caplog):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    start = failing_once(monkeypatch, "thinwire-greet")
+    with caplog.at_level(logging.WARNING, "thinwire"):
+        assert open_pair(lambda *address: None) == {0: 5, 1: 5}
+    assert not start and "cannot take a connection from 127.0.0.1:" in caplog.text
 
 
 def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):

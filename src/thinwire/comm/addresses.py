@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ipaddress
 import os
+import re
 import socket
 import struct
 from pathlib import Path
@@ -47,7 +48,7 @@ def is_contact(host: object, port: object) -> bool:
         >>> is_contact("10.0.0.1", "29500"), is_contact("::1", 0), is_contact("a.example.org", 1), is_contact("::1", 70_000)
         (True, True, False, False)
     """
-    if not (type(port) is int or (isinstance(port, str) and port.isdecimal() and len(port) <= 5)):
+    if not (type(port) is int or (isinstance(port, str) and re.fullmatch("[0-9]{1,5}", port))):
         return False
     try:
         ipaddress.ip_address(host.strip("[]") if isinstance(host, str) else "")

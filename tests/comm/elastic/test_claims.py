@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from thinwire.comm.elastic.claims import Claim, choose, differing, members_of, place_of, read_claim
 from thinwire.comm.elastic.history import History
+from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.members import Diverged, Version
 
 
@@ -141,6 +144,7 @@ def test_a_place_depends_on_every_question():
         {"settings": None},
         {"can_heal": 1},
         {"digest": 7},
+        {"nonce": "\ud800"},
         {"state_ports": [1 << 16]},
         {"state_ports": 5},
         {"more": 1},
@@ -154,8 +158,16 @@ def test_a_claim_that_cannot_be_true_is_dropped(wrong):
     assert read_claim("a", "10.0.0.1:1", None) is None
 
 
+def test_a_worker_whose_claim_is_dropped_is_named_in_one_line_whatever_its_name(caplog):
+    liar = SimpleNamespace(replica_id="a\nthinwire: all is well", store_address="", data=None)
+    assert Asker(None, "b")._claims(SimpleNamespace(quorum_id=1, participants=[liar])) == []
+    (line,) = caplog.messages
+    assert "\n" not in line and "takes no part" in line
+
+
 @pytest.mark.parametrize(
-    "store", ["10.0.0.1:70000", "a\0b:1", "a..b:1", "slow.example.org:1", "10.0.0.1", ":1", "1" * 300]
+    "store",
+    ["10.0.0.1:70000", "a\0b:1", "a..b:1", "slow.example.org:1", "10.0.0.1", ":1", "1" * 300, "10.0.0.1:\u0663"],
 )
 def test_a_worker_says_an_address_that_need_not_be_looked_up(store):
     assert read_claim("a", store, claim(3).data()) is None

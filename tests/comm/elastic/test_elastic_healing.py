@@ -191,6 +191,25 @@ def test_a_transfer_goes_on_after_a_cut():
     assert worker.chunks == CHUNKS + 2 and torch.equal(healed.loaded[0]["x"], state()["x"])
 
 
+def test_over_tries_that_fail_a_worker_holds_one_state_of_the_others():
+    """The state of the others changes from try to try, and the first chunks of it never do."""
+
+    def fail(state):
+        raise CommunicationError("a worker died")
+
+    worker = Worker(0)
+    healed = Healed(worker, load=fail)
+    for seed in range(1, 6):
+        changed = state(seed)
+        changed["x"][: CHUNK_BYTES // 4] = 0
+        worker.sections["x"] = packed(changed)
+        with pytest.raises(CommunicationError, match="a worker died"):
+            healed.heal()
+    held = healed.healing._held["x"].values()
+    memory = {chunk.untyped_storage().data_ptr(): chunk.untyped_storage().nbytes() for chunk in held}
+    assert sum(memory.values()) == len(worker.sections["x"])
+
+
 def test_what_a_worker_has_already_does_not_travel():
     own, other = state(), state()
     other["x"][5 * CHUNK_BYTES // 4] += 1.0

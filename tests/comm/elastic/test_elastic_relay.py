@@ -19,8 +19,9 @@ from helpers.program import Program
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, notice
 from thinwire.comm.elastic import forming
+from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.forming import Forming
-from thinwire.comm.members import LeftOut
+from thinwire.comm.members import LeftOut, Version
 from thinwire.comm.tcp import is_available
 from thinwire.comm.tls.connections import Client, Listener, Refused
 from thinwire.comm.tls.relay import Relay, host_at, own_address_at
@@ -134,5 +135,16 @@ def test_a_worker_that_is_left_out_of_a_run_with_a_relay_is_told_of_the_relay(se
     monkeypatch.setattr(forming, "choose", lambda claims: choice)
     with pytest.raises(
         LeftOut, match=f"3 tries; see whether the relay at {relay} runs, and both reach it, and whether "
+    ):
+        own._chosen(lambda: None, 0.0)
+
+
+def test_a_worker_whose_own_claim_is_not_among_the_answers_takes_no_part(server, monkeypatch):
+    relay = f"127.0.0.1:{server.address[1]}"
+    own = Forming(3, "https://127.0.0.1:1", 2, 1.0, None, SimpleNamespace(rank=1, size=2), relay=relay)
+    others = [Claim(f"id{n}", "127.0.0.1:1", n, Version(), "h", "s", "", -1, "n") for n in (2, 3)]
+    monkeypatch.setattr(own, "_asked", lambda claim, deadline: others)
+    with pytest.raises(
+        ValueError, match="^worker 3 takes no part: the Lighthouse at https://127.0.0.1:1 answers without"
     ):
         own._chosen(lambda: None, 0.0)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives import serialization
 from helpers.keys import another, keys_of
+from helpers.program import wait_until
 
 import thinwire as tw
-from thinwire.comm.tls import keys
+from thinwire.comm.tls import connections, keys
 from thinwire.comm.tls.connections import Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls.credentials import name_in
 
 
 def admission(folder, **options):
@@ -197,3 +199,36 @@ def test_a_revoked_certificate_ends_its_connections_and_gets_no_new_one(tmp_path
     send_frame(connection, b"still here")
     assert read_frame(connection) == [b"still here"]
     listener.close()
+
+
+def test_a_listener_shows_the_certificate_that_was_renewed(tmp_path):
+    """It showed the old one as long as it ran, also after that had expired."""
+    ours, theirs = keys_of(tmp_path, "first", "second")
+    another(tmp_path / "first", tmp_path / "new", "third")
+    listener = Listener("127.0.0.1", 0, ours, echo)
+    for name in ("key.pem", "certificate.pem"):
+        os.replace(tmp_path / "new" / name, tmp_path / "first" / name)
+
+    def shown():
+        with connect_tls("127.0.0.1", listener.port, theirs.context(server=False), 10) as connection:
+            return name_in(connection.getpeercert())
+
+    wait_until(lambda: shown() == "third", "the listener shows the new one", 20)
+    listener.close()
+
+
+def test_callers_without_a_token_keep_no_joiner_out(tmp_path):
+    """They shake hands, which needs no certificate here, and then say nothing."""
+    keys_of(tmp_path, "first")
+    open_to_all = admission(tmp_path / "first")
+    nobody = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    nobody.check_hostname, nobody.verify_mode = False, ssl.CERT_NONE
+    token, most = open_to_all.tokens[0], connections.MAX_HANDSHAKES
+    silent = [connect_tls("127.0.0.1", token.port, nobody, 10) for _ in range(most + 5)]
+    for one in silent[:5]:
+        one.settimeout(connections.HANDSHAKE_SECONDS / 2)  # later they would be sent away anyhow
+    assert [one.recv(1) for one in silent[:5]] == [b""] * 5
+    keys.join(tmp_path / "second", token, "second")
+    for one in silent:
+        one.close()
+    open_to_all.close()

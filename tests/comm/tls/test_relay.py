@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import logging
 import os
 import secrets
 import signal
 import socket
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +27,18 @@ from thinwire.comm.addresses import parse_address
 from thinwire.comm.tcp import TcpCommunicator, is_available
 from thinwire.comm.tcp.connections import Contact
 from thinwire.comm.tls import relay
-from thinwire.comm.tls.relay import CONNECT, MAX_UNPAIRED, WAIT, Relay, await_other, own_address_at, reach
+from thinwire.comm.tls.relay import (
+    CONNECT,
+    HELLO,
+    JOINED,
+    MAGIC,
+    MAX_UNPAIRED,
+    WAIT,
+    Relay,
+    await_other,
+    own_address_at,
+    reach,
+)
 from thinwire.lab.cli.relay import relay_command
 
 engine = pytest.mark.skipif(not is_available(), reason="the extension was not built")
@@ -76,6 +91,25 @@ def test_what_one_end_says_the_other_hears(server):
     assert read(one, 100) == b"an answer"
 
 
+def test_a_relay_that_cannot_start_says_why(monkeypatch):
+    def full():
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    raised = []
+
+    def begin():
+        try:
+            Relay("127.0.0.1")
+        except OSError as error:
+            raised.append(error.errno)
+
+    monkeypatch.setattr("asyncio.events.new_event_loop", full)
+    beginning = threading.Thread(target=begin, daemon=True)
+    beginning.start()
+    beginning.join(10)
+    assert raised == [errno.EMFILE]
+
+
 def test_pairs_with_other_tokens_are_kept_apart(server):
     tokens = [bytes([i]) * 32 for i in range(8)]
     waiting = [reach(server.address, WAIT, token, 10.0) for token in tokens]
@@ -121,6 +155,29 @@ def test_a_flood_of_connections_is_turned_away(server):
     wait_until(lambda: server._unpaired["127.0.0.1"] == 0, "the end of the flood")
     for connection in ends(server, b"x" * 32):
         connection.close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_pairs_of_one_address_keep_no_other_out(monkeypatch, caplog):
+    monkeypatch.setattr(relay, "MAX_CONNECTIONS", 20)
+    with Relay("127.0.0.1") as server, contextlib.ExitStack() as stack, caplog.at_level(logging.WARNING, "thinwire"):
+        for number in range(10):
+            caller = socket.create_connection(server.address, 10, source_address=("127.0.0.2", 0))
+            stack.enter_context(caller).sendall(HELLO.pack(MAGIC, (WAIT, CONNECT)[number % 2], bytes(32)))
+            assert number % 2 == 0 or caller.recv(1) == JOINED
+        with socket.create_connection(server.address, 10, source_address=("127.0.0.2", 0)) as one_more:
+            assert one_more.recv(1) == b""
+        for connection in ends(server, b"x" * 32):
+            connection.close()
+    assert len(caplog.messages) == 1 and "turned away 127.0.0.2, which has too many connections" in caplog.text
+
+
+def test_a_relay_takes_no_more_than_it_has_descriptors_for(monkeypatch):
+    resource = pytest.importorskip("resource")
+    for soft, most in ((256, 128), (1024, 896), (1 << 20, 2048), (resource.RLIM_INFINITY, 2048)):
+        monkeypatch.setattr(resource, "getrlimit", lambda what, soft=soft: (soft, soft))
+        with Relay("127.0.0.1") as server:
+            assert server._max == most
 
 
 def test_memory_is_bounded_when_a_receiver_is_slow(server):

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.program import wait_until
+from helpers.threads import failing_once
 
 from thinwire.comm.elastic.groups import TcpGroups
 from thinwire.comm.elastic.lighthouse import meet
@@ -87,10 +88,12 @@ def test_others_get_no_more_than_a_handshake(listener, of_another_run, caplog):
     assert len(caplog.messages) < 5  # a line a second
 
 
-def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_run):
+def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_run, caplog):
     theirs = Listener("127.0.0.1", 0, of_another_run, list)
     with pytest.raises(Refused, match="is refused: its certificate is of another run"):
         connect_tls("127.0.0.1", theirs.port, credentials[1].context(server=False), 10)
+    said = "it refuses this worker: its certificate is of another run"
+    wait_until(lambda: said in caplog.text, "the listener says who has refused it", 10)
     with pytest.raises(
         dist.DistNetworkError, match="the store at .* does not answer: .* its certificate is of another run"
     ):
@@ -127,6 +130,17 @@ def test_each_caller_too_many_sends_another_one_away(listener, monkeypatch):
         callers[5].recv(1)
     for caller in callers:
         caller.close()
+
+
+def test_a_listener_that_can_start_no_thread_for_a_moment_goes_on_to_listen(listener, credentials, monkeypatch, caplog):
+    start = failing_once(monkeypatch, "thinwire-tls")
+    with (
+        caplog.at_level(logging.WARNING, "thinwire"),
+        socket.create_connection(("127.0.0.1", listener.port), 10) as one,
+    ):
+        assert one.recv(1) == b""
+    assert not start and "closed a connection from 127.0.0.1:" in caplog.text
+    connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10).close()
 
 
 class Between:

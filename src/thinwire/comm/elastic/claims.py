@@ -97,7 +97,9 @@ def read_claim(id: str, store: str, data: Any) -> Claim | None:
     # `type` and not `isinstance`, which takes True for 1.
     if not all(type(count) is int and low <= count <= high for count, low, high in counts):
         return None
-    if not all(isinstance(text, str) and len(text) <= MAX_TEXT for text in texts) or type(data["can_heal"]) is not bool:
+    # Digests and names are ASCII; other text, such as half a surrogate pair, need not have an encoding.
+    is_text = all(isinstance(text, str) and text.isascii() and len(text) <= MAX_TEXT for text in texts)
+    if not is_text or type(data["can_heal"]) is not bool:
         return None
     values = data | {"version": Version(*version), "unreachable": tuple(unreachable)}
     values["state_ports"] = tuple(data["state_ports"])

@@ -75,7 +75,7 @@ class Healing:
         self._listener = Listener(host, 0, credentials, self.snapshots.answer)
         self.port = self._listener.port
         self._failures = 0
-        self._held: dict[bytes, Tensor] = {}
+        self._held: dict[str, dict[bytes, Tensor]] = {}
         self._transfer: Transfer | None = None
         self._theirs: History | None = None
 
@@ -199,11 +199,12 @@ class Healing:
         names, limit = [*parts] if is_late else [ROUNDS, *parts], SIZE_SLACK_BYTES
         if not names:
             return {}
-        for section in (packed(save()) for save in parts.values()):
-            own = Manifest.of(section)
+        for name, save in parts.items():
+            section = packed(save())
+            own, held = Manifest.of(section), self._held.setdefault(name, {})
             limit += SIZE_FACTOR * len(section)
             for number in range(own.num_chunks):
-                self._held.setdefault(own.hash(number), section[own.place(number)])
+                held.setdefault(own.hash(number), section[own.place(number)])
         manifests = transfer.agree(names)
         announced = sum(manifest.num_bytes for manifest in manifests.values())
         # Before memory for it is taken.

@@ -300,7 +300,7 @@ class Asker:
         read = {m.replica_id: read_claim(m.replica_id, m.store_address, m.data) for m in quorum.participants}
         for worker, claim in read.items():
             if claim is None:
-                log.warning("%s takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
+                log.warning("%r takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
         return [claim for claim in read.values() if claim is not None]
 
     def _beat(self) -> None:

@@ -62,7 +62,8 @@ class Transfer:
         differing: names of the sections that differ between workers.
         credentials: of this worker.
         limit_seconds: how long a source may be silent.
-        held: chunks that this worker has, by their hashes; it adds those that come.
+        held: chunks of each section that this worker has, by their hashes; it adds those that come, and drops those that
+            the sources do not have any more.
         tick: is called now and then while this worker waits.
         record: is called with the number of bytes of each answer, in any thread.
 
@@ -78,7 +79,7 @@ class Transfer:
         differing: Collection[str],
         credentials: Credentials | None,
         limit_seconds: float,
-        held: dict[bytes, Tensor],
+        held: dict[str, dict[bytes, Tensor]],
         tick: Callable[[], None],
         record: Callable[[int], None],
     ):
@@ -187,7 +188,8 @@ class Transfer:
 
     def _fetched(self, name: str, sources: Sequence[Source], manifest: Manifest) -> Tensor:
         section = debug.empty(manifest.num_bytes, dtype=torch.uint8, device="cpu")
-        fetch = _Fetch(section, manifest, self._held)
+        fetch = _Fetch(section, manifest, self._held.get(name, {}))
+        self._held[name] = fetch.held
         threads = [
             threading.Thread(target=self._pull, args=(fetch, source, name), name="thinwire-healing", daemon=True)
             for source in sources
@@ -242,7 +244,8 @@ class _Fetch:
     """A section under way: which chunks are missing, and which are being asked for."""
 
     def __init__(self, section: Tensor, manifest: Manifest, held: dict[bytes, Tensor]):
-        self._section, self._manifest, self._held = section, manifest, held
+        # Views of the section, which take no memory of their own, and of no other section, so that older ones are freed.
+        self._section, self._manifest, self.held = section, manifest, dict[bytes, Tensor]()
         self._changed, self.missing, self.reason = threading.Condition(), deque[int](), "no source is left"
         for number in range(manifest.num_chunks):
             place, have = manifest.place(number), held.get(manifest.hash(number))
@@ -250,6 +253,7 @@ class _Fetch:
                 self.missing.append(number)
             else:
                 section[place] = have
+                self.held[manifest.hash(number)] = section[place]
         self._num_missing = len(self.missing)
 
     def wait(self, seconds: float) -> bool:
@@ -279,8 +283,7 @@ class _Fetch:
         with until_exit():
             self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
         with self._changed:
-            # A view of the section, which takes no memory of its own.
-            self._held[hash] = self._section[place]
+            self.held[hash] = self._section[place]
             self._num_missing -= 1
             self._changed.notify_all()
         return True

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
-from ..notice import said_if_late
+from ..notice import Flood, said_if_late
 from ..sockets import FULL, SMALL_PACKET, callers, dial_small, end, oldest_of_busiest
 from ..tls import relay
 from ..tls.connections import Refused
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ._engine import Engine, Session
 
 MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one
+MAX_REFUSALS = 100  # that are logged at once; in a flood, one a second is
 AT_ONCE = 8  # connections to one peer that are being made
 HUNG_UP, SILENT = "has hung up", "was silent for too long"  # why a caller is not taken
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
@@ -137,7 +138,7 @@ class Connections:
         # Without a listener the port is 0, so that nobody dials this worker.
         port = self._listener.getsockname()[1]
         self.contact = Contact(place.host, port, seen_as, self.identity.name if self.identity else "")
-        self._closed = threading.Event()
+        self._closed, self._refusals = threading.Event(), Flood(MAX_REFUSALS)
         self._greeting: dict[socket.socket, str] = {}  # by caller's host, the oldest first
         self._wanted = dict.fromkeys(self._peers, 0)
         self._attendances: list[relay.Attendance] = []
@@ -251,7 +252,14 @@ class Connections:
                 oldest = oldest_of_busiest(self._greeting)
                 del self._greeting[oldest]
                 end(oldest)
-        threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True).start()
+        greeting = threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True)
+        try:
+            greeting.start()
+        except RuntimeError as error:  # this machine has no place for another thread now
+            with self._lock:
+                self._greeting.pop(connection, None)
+            connection.close()
+            self._refusals.warn("rank %d cannot take a connection from %s: %s", self._rank, caller, error)
 
     def _greet(self, connection: socket.socket, caller: str) -> None:
         """Take the connection of a worker of the run that proves who it is; end any other."""
@@ -285,8 +293,11 @@ class Connections:
             connection.close()
         if why and not self._closed.is_set():
             why = SILENT if is_sent_away else why
-            level = logging.DEBUG if why == HUNG_UP else logging.WARNING  # a worker that ends hangs up too
-            log.log(level, "rank %d closed a connection from %s, which %s", self._rank, caller, why)
+            line = ("rank %d closed a connection from %s, which %s", self._rank, caller, why)
+            if why == HUNG_UP:  # a worker that ends hangs up too
+                log.debug(*line)
+            else:
+                self._refusals.warn(*line)
 
     def _other_name(self, peer: int, session: Session) -> str:
         return (

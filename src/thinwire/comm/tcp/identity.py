@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import socket
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..tls.credentials import Credentials
@@ -27,7 +26,7 @@ class WorkerIdentity:
 
     def __init__(self, credentials: Credentials):
         self._credentials = credentials
-        self._versions = self._now()
+        self._versions = self._credentials.versions()
         try:
             self._context = self._read()
         except RuntimeError as error:
@@ -47,7 +46,7 @@ class WorkerIdentity:
 
     def refresh(self) -> bool:
         """Read files that have changed; return whether there were any. Later sessions use them."""
-        versions = self._now()
+        versions = self._credentials.versions()
         if versions == self._versions:
             return False
         try:
@@ -65,8 +64,3 @@ class WorkerIdentity:
 
         own = self._credentials
         return Context(str(own.certificate), str(own.key), str(own.authority), str(own.revoked or ""))
-
-    def _now(self) -> list[tuple[Path, int]]:
-        own = self._credentials
-        paths = [own.certificate, own.key, own.authority, *([own.revoked] if own.revoked else [])]
-        return [(path, path.stat().st_mtime_ns) for path in paths if path.exists()]

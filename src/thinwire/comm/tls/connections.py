@@ -27,9 +27,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from ..addresses import address_text, listening_address, own_addresses_of
+from ..notice import Flood
 from ..sockets import (
     LOOK_SECONDS,
     be_patient,
@@ -54,7 +56,6 @@ MAX_HANDSHAKES = 64
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
 RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
-LOG_SECONDS = 1.0  # between two lines about refused connections
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
@@ -105,7 +106,7 @@ def _fields(body: bytes) -> Iterator[bytes]:
 
 
 class Listener:
-    """Answers the workers of a run at one address. Certificates that are revoked meanwhile end their connections.
+    """Answers the workers of a run at one address. New keys, and certificates that are revoked, end its connections.
 
     Args:
         host: address of this machine; where it is translated on the way, so that this machine does not have it, the listener
@@ -137,8 +138,8 @@ class Listener:
         self._lock = threading.Lock()
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
-        self._closed, self._last_line, self._unsaid = threading.Event(), 0.0, 0
-        self._list, self._context = self._revoked(), self._new_context()
+        self._closed, self._refusals = threading.Event(), Flood()
+        self._versions, self._context = self._versions_now(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
             token = relay.token_at(host, self.port)
@@ -167,26 +168,24 @@ class Listener:
             context.verify_mode = ssl.CERT_NONE
         return context
 
-    def _revoked(self) -> tuple[int, int] | None:
-        path = self._credentials and self._credentials.revoked
-        found = path and path.stat()
-        return (found.st_mtime_ns, found.st_size) if found else None
+    def _versions_now(self) -> list[tuple[Path, int, int]]:
+        return self._credentials.versions() if self._credentials else []
 
     def _accept(self) -> None:
         if self._attendance is not None:
-            # At a relay, `Attendance` takes the connections, so that this thread looks at the list alone.
+            # At a relay, `Attendance` takes the connections, so that this thread looks at the keys alone.
             while not self._closed.wait(LOOK_SECONDS):
-                self._look_at_the_list()
+                self._look_at_the_keys()
         for caller in callers(self._listener, self._closed, partial(log.warning, "cannot take a connection: %s")):
-            self._look_at_the_list()
+            self._look_at_the_keys()
             if caller:
                 self._talk_with(*caller)
 
-    def _look_at_the_list(self) -> None:
-        """If certificates were revoked, end all connections: the others connect again."""
-        with contextlib.suppress(OSError, ValueError):  # it is being written
-            if (now := self._revoked()) != self._list:
-                self._context, self._list = self._new_context(), now
+    def _look_at_the_keys(self) -> None:
+        """If there are new keys, or certificates were revoked, end all connections: the others connect again."""
+        with contextlib.suppress(OSError, ValueError):  # they are being written
+            if (now := self._versions_now()) != self._versions:
+                self._context, self._versions = self._new_context(), now
                 with self._lock:
                     for connection in (*self._open, *self._greeting):
                         end(connection)
@@ -198,7 +197,14 @@ class Listener:
                 oldest = oldest_of_busiest(self._greeting)
                 del self._greeting[oldest]
                 end(oldest)
-        threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True).start()
+        talk = threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True)
+        try:
+            talk.start()
+        except RuntimeError as error:  # this machine has no place for another thread now
+            with self._lock:
+                self._greeting.pop(connection, None)
+            connection.close()
+            self._log(address_text(*address), str(error))
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""
@@ -218,7 +224,9 @@ class Listener:
                 encrypted.do_handshake()
                 shown = encrypted.getpeercert() or {}
             with self._lock:
-                self._greeting.pop(raw, None)
+                # A caller that need not show a certificate has to make way for others until it hangs up.
+                if not self._asks_all:
+                    self._greeting.pop(raw, None)
                 if len(self._open) >= MAX_CONNECTIONS:
                     raise Refused(f"there are {MAX_CONNECTIONS} connections already")
                 self._open.add(raw)
@@ -234,7 +242,8 @@ class Listener:
             self._log(caller, WRONG.get(error.verify_code, error.verify_message))
         except (Refused, ssl.SSLError) as error:
             if not isinstance(error, (ssl.SSLEOFError, ssl.SSLZeroReturnError)):
-                self._log(caller, getattr(error, "reason", None) or str(error))
+                why = getattr(error, "reason", None) or str(error)
+                self._log(caller, f"it refuses this worker: {_alert(why)}" if "ALERT_" in why else why)
         except (OSError, ValueError):  # it has hung up, or this listener is being closed
             pass
         finally:
@@ -267,15 +276,7 @@ class Listener:
                 self._num_unread -= size
 
     def _log(self, caller: str, why: str | None) -> None:
-        """Name who was refused; a flood of them gets a line a second."""
-        with self._lock:
-            now = time.monotonic()
-            if now < self._last_line + LOG_SECONDS:
-                self._unsaid += 1
-                return
-            more = f" (and {self._unsaid} others before)" if self._unsaid else ""
-            self._last_line, self._unsaid = now, 0
-        log.warning("closed a connection from %s: %s%s", caller, why, more)
+        self._refusals.warn("closed a connection from %s: %s", caller, why)
 
 
 _PORTS_AT_RELAYS = itertools.count(1)

@@ -115,6 +115,12 @@ class Credentials:
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
+    def versions(self) -> list[tuple[Path, int, int]]:
+        """When each file was written, and its size: listeners and connections notice so that there are new keys."""
+        paths = [self.certificate, self.key, self.authority, self.revoked]
+        found = [(path, path.stat()) for path in paths if path is not None and path.exists()]
+        return [(path, status.st_mtime_ns, status.st_size) for path, status in found]
+
     def context(self, server: bool) -> ssl.SSLContext:
         """The settings of one side of a connection: TLS 1.3, and the other side must show a certificate of the run.
 

@@ -19,14 +19,17 @@ import re
 import secrets
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
 from ..addresses import address_text, parse_address
+from ..notice import Flood
 from ..sockets import be_patient, dial_small, end, keep_trying, read_exactly
 
 MAGIC = b"thinwire"
@@ -39,7 +42,8 @@ ADDRESS_BYTES = 64
 HELLO_SECONDS = 10.0
 SILENT_SECONDS = 10  # after which a line is given up, as workers do
 CONNECT_SECONDS = 20.0  # that a connector waits for the other one
-MAX_CONNECTIONS = 2048
+MAX_CONNECTIONS = 2048  # half of them from one address
+SPARE_DESCRIPTORS, BACKLOG = 128, 64  # for callers that are turned away; asyncio takes so many callers at once
 MAX_UNPAIRED = 64  # from one address
 BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to wait at a relay
@@ -63,7 +67,7 @@ class Relay:
         port: TCP port; 0 takes a free one.
 
     Raises:
-        OSError: the port is taken, or this machine does not have the address.
+        OSError: the port is taken, this machine does not have the address, or this process has no free descriptors.
 
     Example:
         >>> with Relay("127.0.0.1") as relay:
@@ -75,15 +79,19 @@ class Relay:
         self._listener = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
         self.address: tuple[str, int] = self._listener.getsockname()[:2]
         self._waiting: dict[tuple[bytes, bytes], list[Half]] = {}  # by token and what they want, the newest last
-        self._unpaired: Counter[str] = Counter()  # by address
+        self._open: Counter[str] = Counter()  # by address
+        self._unpaired: Counter[str] = Counter()
+        self._max, self._refusals = _max_connections(), Flood()
         self._tasks: set[asyncio.Task[None]] = set()
         self._stop: Callable[[], None]
-        has_started = threading.Event()
-        self._thread = threading.Thread(
-            target=asyncio.run, args=(self._run(has_started),), name="thinwire-relay", daemon=True
-        )
-        self._thread.start()
-        has_started.wait()
+        started = Future[None]()
+        self._thread = threading.Thread(target=self._main, args=(started,), name="thinwire-relay", daemon=True)
+        try:
+            self._thread.start()
+            started.result()
+        except BaseException:
+            self._listener.close()
+            raise
 
     def __enter__(self) -> Relay:
         return self
@@ -101,7 +109,16 @@ class Relay:
         while self._thread.is_alive():
             self._thread.join(1.0)
 
-    async def _run(self, has_started: threading.Event) -> None:
+    def _main(self, started: Future[None]) -> None:
+        try:
+            with contextlib.closing(self._run(started)) as run:
+                asyncio.run(run)
+        except Exception as error:
+            if started.done():
+                raise
+            started.set_exception(error)
+
+    async def _run(self, started: Future[None]) -> None:
         loop, stopped = asyncio.get_running_loop(), asyncio.Event()
 
         def stop() -> None:
@@ -109,8 +126,9 @@ class Relay:
                 loop.call_soon_threadsafe(stopped.set)
 
         self._stop = stop
-        server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=1024)
-        has_started.set()
+        server = await asyncio.start_server(self._serve, sock=self._listener, limit=BUFFER_BYTES, backlog=BACKLOG)
+        self._listener.listen(1024)  # more may wait than are taken at once
+        started.set_result(None)
         await stopped.wait()
         server.close()
         for task in self._tasks:
@@ -122,6 +140,7 @@ class Relay:
         assert task is not None
         self._tasks.add(task)
         address = str(writer.get_extra_info("peername")[0])
+        self._open[address] += 1
         try:
             loop = asyncio.get_running_loop()
             own = Half(reader, writer, loop.create_future(), loop.create_future())
@@ -139,12 +158,17 @@ class Relay:
             pass  # it has gone, or says nothing that a worker says, or the relay closes
         finally:
             self._tasks.discard(task)
+            self._open[address] -= 1
+            self._open += Counter()
             writer.close()
 
     async def _meet(self, own: Half, address: str) -> Half | None:
         """Do what a connection asks for; return the one that it is to be joined with, if that was there before."""
-        if len(self._tasks) > MAX_CONNECTIONS or self._unpaired[address] > MAX_UNPAIRED:
-            log.warning("the relay turned away %s, which has too many connections", address)
+        if self._unpaired[address] > MAX_UNPAIRED or 2 * self._open[address] > self._max:
+            self._refusals.warn("the relay turned away %s, which has too many connections", address)
+            return None
+        if len(self._tasks) > self._max:
+            self._refusals.warn("the relay turned away %s: it has %d connections already", address, self._max)
             return None
         be_patient(own.writer.get_extra_info("socket"), SILENT_SECONDS)
         magic, want, token = HELLO.unpack(await asyncio.wait_for(own.reader.readexactly(HELLO.size), HELLO_SECONDS))
@@ -178,6 +202,17 @@ class Relay:
                 place.remove(own)
             if not place:
                 self._waiting.pop((token, want), None)
+
+
+def _max_connections() -> int:
+    """How many connections this process has descriptors for. Without any, asyncio would log each caller, again and again."""
+    if sys.platform == "win32":
+        return MAX_CONNECTIONS
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    # Infinity is -1 on Linux.
+    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(2, soft - SPARE_DESCRIPTORS))
 
 
 async def _forward(one: Half, other: Half) -> None:
