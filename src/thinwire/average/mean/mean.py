@@ -240,9 +240,7 @@ class Mean(Averager):
         """
         chosen = self._exchange
         needs_nodes = self.workers_per_node is not None or (chosen is not None and chosen.needs_nodes)
-        if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
-            needs_nodes = False
-        nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
+        nodes = agree_on_nodes(self.workers_per_node, comm, must_fit) if needs_nodes else 1
         if chosen is not None:
             return chosen.word, nodes
         if self.rule is not None:
