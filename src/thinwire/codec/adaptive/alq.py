@@ -34,7 +34,10 @@ from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 
 SAMPLE = Form(
     lambda state, sample: {stream: stats.to_tensor() for stream, stats in sample.items()},
-    lambda state, sample, saved: {stream: BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved.items()},
+    # `torch.distributed.checkpoint` turns keys into text.
+    lambda state, sample, saved: {
+        int(stream): BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved.items()
+    },
 )
 
 
