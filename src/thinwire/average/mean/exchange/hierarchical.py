@@ -184,7 +184,10 @@ def agree_on_nodes(workers_per_node: int | None, comm: Communicator, must_fit: b
     """
     launched = os.environ.get("LOCAL_WORLD_SIZE") if comm.layout is None else comm.layout.workers_per_node
     given = launched if workers_per_node is None else workers_per_node
-    comm.check_agreement({"workers per node": given})
+    if must_fit:
+        comm.check_agreement({"workers per node": given})
+    elif len(set(comm.gather_objects(given))) > 1:
+        return 1
     if given is None:
         raise ValueError(
             "exchange='hierarchical' needs to know which workers share a node; launch them with torchrun, which sets "
