@@ -6,6 +6,10 @@
 
 #include "pack.hpp"
 
+#if !defined(THINWIRE_TABLED)  // the sanitizers' programs make tables for fewer symbols
+#define THINWIRE_TABLED (1 << 14)
+#endif
+
 namespace thinwire {
 
 namespace {
@@ -173,7 +177,7 @@ struct SymbolReader {
 // packed symbols, then the packed symbols, and the highest bit if the 12 bits begin with no code.
 constexpr int kSymbolBits = 20;
 constexpr uint32_t kInvalid = 1u << 31;
-constexpr size_t kMinTabled = 1 << 14;  // symbols that are worth such a table
+constexpr size_t kMinTabled = THINWIRE_TABLED;  // symbols that are worth such a table
 constexpr size_t kBatch = 4;            // lookups between refills
 constexpr size_t kBatchBits = kBatch * kSymbolBits + 8 + 64;  // of packed output, so that a flush stays inside
 

@@ -592,6 +592,23 @@ def test_torchrun_says_how_many_workers_share_a_node():
                 raise error
 
 
+def joined_worker(comm, averager, local_world_sizes):
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    try:
+        [state] = tw.LocalWorld(1).run(lambda alone: averager.init(gradients(comm.rank, 0), alone))
+        os.environ["LOCAL_WORLD_SIZE"] = local_world_sizes[comm.rank]
+        averager.regroup(state, gradients(comm.rank, 0), comm)
+        return state.workers_per_node
+    finally:
+        os.environ.pop("LOCAL_WORLD_SIZE", None)
+
+
+def test_every_worker_is_a_node_where_others_join_that_share_theirs_with_another_number():
+    averager = tw.Mean(SPARSE, exchange="hierarchical")
+    for sizes, nodes in (["2"] * 4, 2), (["2", "2", "1", "1"], 1), (["3"] * 4, 1):
+        assert spawn(4, joined_worker, averager, sizes) == [nodes] * 4
+
+
 def launched_worker(comm, averager, places):
     local_size, local_rank = places[comm.rank]
     launcher = {"WORLD_SIZE": str(comm.size), "LOCAL_WORLD_SIZE": local_size, "LOCAL_RANK": local_rank}

@@ -136,6 +136,24 @@ def test_a_worker_that_joins_takes_over_the_exchange_and_its_pieces():
     assert all(torch.equal(a, b) for _, results in after for a, b in zip(results, after[0][1], strict=True))
 
 
+@pytest.mark.parametrize("workers_per_node", [None, 2])
+def test_every_worker_is_a_node_where_those_that_are_left_do_not_fill_nodes(monkeypatch, workers_per_node):
+    averager = tw.Mean(exchange="hierarchical", workers_per_node=workers_per_node)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    states = tw.LocalWorld(4).run(lambda comm: averager.init(tensors_of(0, 0), comm))
+
+    def survive(comm):
+        state, tensors = states[comm.rank], tensors_of(comm.rank, 0)
+        averager.regroup(state, tensors, comm, [0, 1, 2])
+        averager.step(state, tensors, comm).wait()
+        return state.workers_per_node, tensors[0][1]
+
+    mean = sum(tensors_of(rank, 0)[0][1] for rank in range(3)) / 3
+    for nodes, result in tw.LocalWorld(3).run(survive):
+        assert nodes == 1
+        torch.testing.assert_close(result, mean)
+
+
 @pytest.mark.parametrize("averager", GRADIENT_AVERAGERS, ids=repr)
 def test_workers_come_and_go_within_a_run(averager):
     """4 workers, of which 1 and 3 go on; then two others join: all get the same results, and the same as after a restart."""

@@ -54,6 +54,20 @@ def test_a_tensor_without_dimensions_is_averaged(averager, dtype):
     assert sum(found) == pytest.approx(2.0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
+def test_autograd_refuses_a_graph_that_has_saved_a_tensor_from_before_it_was_averaged(averager, dtype):
+    def worker(comm):
+        weight = torch.full((4, 4), float(comm.rank), dtype=dtype)
+        loss = (torch.ones(4, 4, dtype=dtype, requires_grad=True) * weight).sum()
+        tensors = [("weight", weight)]
+        averager.step(averager.init(tensors, comm), tensors, comm).wait()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+    tw.LocalWorld(2).run(worker)
+
+
 @pytest.mark.parametrize(
     "averager",
     [

@@ -19,6 +19,7 @@ import thinwire as tw
 from thinwire.codec.adaptive.level_search import amq
 from thinwire.codec.adaptive.level_sets import equidistant, exponential_levels
 from thinwire.codec.adaptive.statistics import BucketStatistics, bucket_statistics, mixture, pooled
+from thinwire.membership import load_shared, redistribute, shared_part
 
 WHEN = {"bucket_size": 64, "update_steps": (2, 3), "update_every": 5}
 CODECS = [
@@ -176,6 +177,31 @@ def test_a_point_mass_keeps_levels_apart():
     learned = codec.learn(state, [codec.statistics(state)])
     codec.update(state, learned, 1)
     assert codec.at(state).levels[0] == -1
+
+
+def test_a_sample_counts_once_where_workers_join_before_the_update_and_is_kept_by_other_numbers_of_workers():
+    averager, step = tw.Mean(CODECS[0]), 2  # the first update begins this round
+
+    def measure(comm):
+        state = averager.init(gradients(comm.rank, 0), comm)
+        for earlier in range(step):
+            averager.step(state, gradients(comm.rank, earlier), comm).wait()
+            averager.commit(state)
+        return state
+
+    def statistics(comm, change):
+        fresh = averager.init(gradients(comm.rank, 0), comm)
+        change(comm, fresh)
+        return averager.codec.statistics(fresh.codec, step)
+
+    live = tw.LocalWorld(2).run(measure)
+    found = [averager.codec.statistics(state.codec, step) for state in live]
+    assert found[0].any() and not torch.equal(*found)
+    saved = [state.state_dict() for state in live]
+    for joined in tw.LocalWorld(2).run(statistics, lambda comm, fresh: load_shared(fresh, shared_part(live[0]))):
+        assert not joined.any()
+    for kept in tw.LocalWorld(3).run(statistics, lambda comm, fresh: redistribute(fresh, saved, comm.rank, 3)):
+        assert torch.equal(kept, found[0])
 
 
 def test_an_abandoned_round_changes_nothing():

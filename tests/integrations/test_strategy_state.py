@@ -190,6 +190,39 @@ def test_saving_and_loading_the_state_of_an_optimizer_without_state_is_no_step(s
     tw.LocalWorld(2, timeout_seconds=20).run(worker)
 
 
+@pytest.mark.parametrize(
+    "codec", [tw.ALQ(bucket_size=64, update_steps=(2,)), tw.Fitted(budget=4, measure_steps=(2,))], ids=repr
+)
+def test_adaptive_codecs_go_on_from_between_a_measurement_and_its_update(tmp_path, codec):
+    import torch.distributed.checkpoint as dcp
+
+    from thinwire.integrations.checkpoint import StrategyState, load
+
+    def attached(comm):
+        torch.manual_seed(0)
+        model = nn.Linear(64, 32)
+        return model, tw.compress_gradients(model, tw.Mean(codec, tw.ErrorFeedback()), comm=comm)
+
+    def gradient(model, step):
+        model.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        model(x).square().sum().backward()
+        return model.weight.grad
+
+    def worker(comm):
+        (first, handle), (second, other) = attached(comm), attached(comm)
+        for step in range(2):
+            gradient(first, step)
+        dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=tmp_path)
+        load(other, tmp_path)
+        for step in range(2, 5):
+            assert torch.equal(gradient(first, step), gradient(second, step))
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PyTorch takes one worker without a process group for a mistake
+        tw.LocalWorld(1).run(worker)
+
+
 LOW_RANK = [
     "Gradients(PowerSGD(rank=1))",  # gains on two rows of 8, and not on one
     "Gradients(Dion(rank=1))",

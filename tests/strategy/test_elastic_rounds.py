@@ -109,6 +109,13 @@ def test_undisturbed_elastic_rounds_are_those_of_a_fixed_number_of_workers_bit_f
     assert not torch.equal(found[0], found[1])
 
 
+def test_elastic_workers_form_nodes(elastic):
+    strategy = "Local(Mean(QSGD(bits=4), exchange='hierarchical', workers_per_node=2, min_ndim=0), every=2)"
+    expected = run_threads(4, train, strategy, 4)
+    found = elastic(lambda comm, number: train(comm, strategy, 4), range(4), 4)
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
 def test_elastic_workers_average_the_states_that_all_have(elastic):
     """Worker 1 makes its states in the second step."""
 

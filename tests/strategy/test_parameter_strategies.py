@@ -293,7 +293,7 @@ def test_complex_parameters_keep_their_imaginary_part(kind):
         assert torch.allclose(phase, torch.full((3,), 1.0 + 1.0j), atol=1e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.int64, torch.float8_e4m3fn])
 @pytest.mark.parametrize(
     "averager",
     [tw.Mix(), tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()), tw.PowerSGD(), tw.average.Dion()],
@@ -301,7 +301,7 @@ def test_complex_parameters_keep_their_imaginary_part(kind):
 )
 def test_an_averager_refuses_tensors_that_are_no_real_floats_by_name(averager, dtype):
     with pytest.raises(ValueError, match=f"tensor 'z' is {dtype}, and averagers take real floats"):
-        run(2, lambda comm: averager.init([("z", torch.ones(2, dtype=dtype))], comm))
+        run(2, lambda comm: averager.init([("z", torch.ones(2).to(dtype))], comm))
 
 
 # ---- workers that differ, and models that do not suit ----

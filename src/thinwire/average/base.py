@@ -174,7 +174,7 @@ def averager_hint(value: object) -> str | None:
 def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicator, seed: int) -> None:
     """Raise the same error on all workers unless their configurations are equal, and their tensors real floats.
 
-    It names each difference and its rank.
+    Floats have 16 bits or more. It names each difference and its rank.
     """
     names = [name for name, _ in tensors]
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
@@ -182,15 +182,16 @@ def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicat
     comm.check_agreement({"averager": repr(averager), "seed": seed, "number of tensors": len(names)} | described)
     for name, t in tensors:
         # A conversion to float32 would drop imaginary parts, and one to integers would cut means off.
+        # PyTorch does not compute with floats of 8 bits.
         require(
-            t.is_floating_point(),
-            f"tensor {name!r} is {t.dtype}, and averagers take real floats; pass torch.view_as_real(tensor) of a complex "
-            "tensor, or tensor.float()",
+            t.is_floating_point() and t.dtype.itemsize > 1,
+            f"tensor {name!r} is {t.dtype}, and averagers take real floats of 16 bits or more; pass torch.view_as_real(tensor) "
+            "of a complex tensor, or tensor.float()",
         )
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
-    """Copy each result into its tensor, unless they are the same memory.
+    """Copy each result into its tensor, unless they are the same memory; autograd learns that all tensors have changed.
 
     Returns:
         Whether what was written into narrower types is finite: a finite float32 value may be infinite in float16. Types
@@ -201,8 +202,10 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
         >>> copy_changed([torch.tensor([1e5])], [half])
         False
     """
-    # `result_buffers` may have given out the tensor itself.
-    copied = [(t, result) for t, result in zip(tensors, results, strict=True) if result.data_ptr() != t.data_ptr()]
+    # `result_buffers` may have given out the tensor itself. Kernels write it through its address, which autograd does not see.
+    pairs = list(zip(tensors, results, strict=True))
+    torch.autograd.graph.increment_version([t for t, result in pairs if result.data_ptr() == t.data_ptr()])
+    copied = [(t, result) for t, result in pairs if result.data_ptr() != t.data_ptr()]
     if copied:
         torch._foreach_copy_([t for t, _ in copied], [result for _, result in copied])
     return kernels.all_finite([t for t, result in copied if torch.promote_types(t.dtype, result.dtype) != t.dtype])

@@ -53,19 +53,11 @@ def move(tensors: NamedTensors, dtype: torch.dtype, apply: Apply) -> kernels.Fla
         >>> x
         tensor([2., 2.], dtype=torch.bfloat16)
     """
-    others: list[tuple[Tensor, Tensor]] = []
-    parts: Parts = []
-    for _, t in tensors:
-        if _is_plain(t, dtype):
-            parts.append(_view(t))
-            continue
-        parts.append(torch.zeros(t.numel(), dtype=dtype, device=t.device))
-        others.append((t.detach(), parts[-1]))
+    targets = [t.detach() for _, t in tensors]
+    parts = [_view(t) if _is_plain(t, dtype) else torch.zeros(t.numel(), dtype=dtype, device=t.device) for t in targets]
     finite = apply(parts)
-    # Kernels write through addresses, of which autograd knows nothing.
-    torch.autograd.graph.increment_version([t for _, t in tensors if _is_plain(t, dtype)])
-    written = copy_changed([t + change.view(t.shape) for t, change in others], [t for t, _ in others])
-    return kernels.flags.both(finite, written)
+    moved = [t if _is_plain(t, dtype) else t + part.view(t.shape) for t, part in zip(targets, parts, strict=True)]
+    return kernels.flags.both(finite, copy_changed(moved, targets))
 
 
 def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:

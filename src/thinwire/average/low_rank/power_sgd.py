@@ -228,7 +228,10 @@ class PowerSGD(Averager):
             targets = [part.target for part in parts]
             # Float32, so that memory sees means before they are rounded to a shorter type.
             outs = result_buffers(targets)
-            finite = _store_products(outs[: len(matrices)], targets, ps, scaled)
+            products = outs[: len(matrices)]
+            finite = kernels.low_rank.store(
+                [out.view(-1) for out in products], [len(out) for out in products], ps, scaled
+            )
             for d, out, total in zip(dense, outs[len(matrices) :], sums[len(matrices) :], strict=True):
                 out.copy_((total * (d.scale / comm.size)).view(out.shape))
             for part, out in zip(parts, outs, strict=True):
@@ -262,11 +265,3 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     """
     peak = q.abs().amax(dim=1, keepdim=True)
     return torch.where(peak > 0, q / peak, old)
-
-
-def _store_products(outs: list[Tensor], targets: list[Tensor], ps: list[Tensor], qs: list[Tensor]) -> kernels.Flag:
-    """`out <- P Q'` for all; returns whether all are finite. A buffer may be the target itself."""
-    finite = kernels.low_rank.store([out.view(-1) for out in outs], [len(out) for out in outs], ps, qs)
-    # Kernels write through addresses, of which autograd knows nothing.
-    torch.autograd.graph.increment_version([t for t, out in zip(targets, outs, strict=False) if t is out])
-    return finite

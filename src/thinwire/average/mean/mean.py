@@ -218,7 +218,8 @@ class Mean(Averager):
         check_agreement(self, tensors, comm, seed)
         encoded, dense = self._split(tensors, self.codec)
         memory = None if self.memory is None else check_state(self.memory.init(encoded, dense), self.memory)
-        state = MeanState(seed, memory, *self._choose(tensors, comm))
+        # An elastic communicator has one worker until its first round, which regroups.
+        state = MeanState(seed, memory, *self._choose(tensors, comm, must_fit=not comm.is_elastic))
         state.shares = _shares(state, comm)
         state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
         state.owner_memory = self._owner_memory(state, comm)
@@ -240,9 +241,7 @@ class Mean(Averager):
         """
         chosen = self._exchange
         needs_nodes = self.workers_per_node is not None or (chosen is not None and chosen.needs_nodes)
-        if needs_nodes and not must_fit and self.workers_per_node and comm.size % self.workers_per_node:
-            needs_nodes = False
-        nodes = agree_on_nodes(self.workers_per_node, comm) if needs_nodes else 1
+        nodes = agree_on_nodes(self.workers_per_node, comm, must_fit) if needs_nodes else 1
         if chosen is not None:
             return chosen.word, nodes
         if self.rule is not None:

@@ -14,12 +14,13 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...algorithm import require
-from ...membership import Form, State, shared
+from ...membership import Form, State, restart, shared
 from ...options import require_choice, require_integer, require_number
 from ..quantize.checks import check_buckets
 from ..quantize.levels import Quantize
@@ -33,7 +34,10 @@ from .statistics import BucketStatistics, mixture, pooled, prior, sample_buckets
 
 SAMPLE = Form(
     lambda state, sample: {stream: stats.to_tensor() for stream, stats in sample.items()},
-    lambda state, sample, saved: {stream: BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved.items()},
+    # `torch.distributed.checkpoint` turns keys into text.
+    lambda state, sample, saved: {
+        int(stream): BucketStatistics.from_tensor(flat.cpu()) for stream, flat in saved.items()
+    },
 )
 
 
@@ -45,13 +49,17 @@ class LevelState(State):
         learned: float64; the levels (ALQ), each exactly a float32 number, or the multiplier (AMQ).
         last_update: step of the last update, even if it changed nothing; 0 before the first.
         sample: statistics of every segment encoded in the round before an update. The keys are the streams of random
-            keys, so they do not depend on DDP's buckets, and a repeated round overwrites its statistics. With another
-            number of workers the sample of one stands for all.
+            keys, so they do not depend on DDP's buckets, and a repeated round overwrites its statistics. A worker that
+            joins has none.
     """
 
     learned: Tensor = shared()
     last_update: int = shared(default=0)
-    sample: dict[int, BucketStatistics] = shared(form=SAMPLE, default_factory=dict)
+    sample: dict[int, BucketStatistics] = restart(form=SAMPLE, default_factory=dict)
+
+    def make_room(self, saved: Mapping[str, Any], rank: int, size: int) -> None:
+        """From another number of workers, take the sample of one for that of all."""
+        self.sample = SAMPLE.load(self, self.sample, saved["sample"])
 
 
 @dataclass(frozen=True, repr=False)

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from ... import debug
 from ...algorithm import require
-from ...membership import WHOLE, State, config, restart, shared
+from ...membership import Form, State, config, copied, restart, shared
 from ...options import MAX_NUMBER, require_choice, require_integer, require_kind, require_number
 from ..base import Codec
 from ..compose.chain import chain
@@ -63,6 +63,12 @@ _IDLE, _FIRST_GROWTH, _LAST_GROWTH = 0.5, 1.1, 2.0  # of what may be waited; fac
 _SAME = 0.02  # a change of the budget that is not worth a new choice
 _NOMINAL = [torch.Size([1024, 1024])]  # where the layers are not known
 
+MEASURED = Form(
+    lambda state, measured: copied(measured),
+    # `torch.distributed.checkpoint` turns keys into text.
+    lambda state, measured, saved: {int(stream): row for stream, row in copied(saved).items()},
+)
+
 
 @dataclass
 class FittedState(State):
@@ -88,7 +94,7 @@ class FittedState(State):
     rate: float = shared(default=0.0)
     growth: float = shared(default=_FIRST_GROWTH)
     last_update: int = shared(default=0)
-    measured: dict[int, Tensor] = restart(form=WHOLE, default_factory=dict)
+    measured: dict[int, Tensor] = restart(form=MEASURED, default_factory=dict)
 
     def __deepcopy__(self, memo: object) -> FittedState:
         """A cheap copy, as every update keeps one: values are replaced, and only `measured` grows."""

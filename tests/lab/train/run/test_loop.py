@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import math
+import shutil
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -306,6 +307,18 @@ def test_rows_go_to_mlflow_where_asked_and_a_run_goes_on_there(tmp_path, monkeyp
         history = [(metric.step, metric.value) for metric in client.get_metric_history(kept.info.run_id, name)]
         assert history == [(row["step"], pytest.approx(row[name])) for row in rows if row[name] is not None]
     assert kept.data.metrics["accuracy"] == 0.5 and "levels" not in kept.data.metrics
+
+
+def test_a_run_goes_on_where_mlflow_is_gone(tmp_path, monkeypatch, caplog):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "tracked").as_uri())
+    pytest.importorskip("mlflow")
+    tracker = MLflow(replace(CONFIG, mlflow="wires"), tmp_path)
+    tracker.row({"step": 1, "loss": 0.5})
+    shutil.rmtree(tmp_path / "tracked")
+    tracker.row({"step": 2, "loss": 0.25})
+    tracker.close()
+    assert "MLflow has not taken all rows of run" in caplog.text and "metrics.jsonl has them" in caplog.text
 
 
 def test_a_missing_package_is_one_line_before_anything_starts(tmp_path, monkeypatch):

@@ -171,15 +171,23 @@ class Node:
         return handles
 
 
-def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
+def agree_on_nodes(workers_per_node: int | None, comm: Communicator, must_fit: bool = True) -> int:
     """How many workers share a node: the given number; or that of the layout; or LOCAL_WORLD_SIZE as `torchrun` sets it.
+
+    Args:
+        workers_per_node: the given number.
+        comm: all workers.
+        must_fit: whether nodes of unequal size are an error; if not, every worker counts as a node then.
 
     Raises:
         ValueError: on all workers, if the number is unknown, differs between them, or does not divide their number.
     """
     launched = os.environ.get("LOCAL_WORLD_SIZE") if comm.layout is None else comm.layout.workers_per_node
     given = launched if workers_per_node is None else workers_per_node
-    comm.check_agreement({"workers per node": given})
+    if must_fit:
+        comm.check_agreement({"workers per node": given})
+    elif len(set(comm.gather_objects(given))) > 1:
+        return 1
     if given is None:
         raise ValueError(
             "exchange='hierarchical' needs to know which workers share a node; launch them with torchrun, which sets "
@@ -187,6 +195,8 @@ def agree_on_nodes(workers_per_node: int | None, comm: Communicator) -> int:
         )
     # A number from the environment is text.
     nodes = int(given) if str(given).isdecimal() else 0
+    if nodes and comm.size % nodes and not must_fit:
+        return 1
     require(
         nodes >= 1 and comm.size % nodes == 0,
         f"{comm.size} workers cannot form nodes of {given} each; workers_per_node (or LOCAL_WORLD_SIZE) must divide "

@@ -5,13 +5,17 @@ A tracker remembers the run's id in the run's folder, so that a resumed run cont
 
 from __future__ import annotations
 
+import logging
 import time
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 from ...fields import flat
 from ...files import plain
 from ..config import RunConfig
+
+log = logging.getLogger("thinwire")
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """By the field that names the project: the package to install, whose module has the field's name."""
@@ -83,6 +87,7 @@ class MLflow:
         assert config.mlflow is not None, "only a run with an experiment has one of these"
         self._package = import_module("mlflow")
         self._client = self._package.MlflowClient()
+        self._sent: list[Any] = []
         remembered = folder / "mlflow-id.txt"
         if remembered.exists():
             self._id = remembered.read_text()
@@ -96,14 +101,20 @@ class MLflow:
         self._client.log_batch(self._id, params=settings)
 
     def row(self, values: dict[str, float]) -> None:
-        """Send the row's numbers. MLflow has no place for a list, and none for what is missing."""
+        """Send the row's numbers, in a thread of MLflow. It has no place for a list, and none for what is missing."""
         now, step = int(1000 * time.time()), int(values["step"])
         numbers = {key: value for key, value in plain(values).items() if isinstance(value, (int, float))}
         metric = self._package.entities.Metric
-        self._client.log_batch(self._id, [metric(key, value, now, step) for key, value in numbers.items()])
+        metrics = [metric(key, value, now, step) for key, value in numbers.items()]
+        self._sent.append(self._client.log_batch(self._id, metrics, synchronous=False))
 
     info = row
 
     def close(self) -> None:
-        """Say that the run is over; one that is resumed is running again."""
-        self._client.set_terminated(self._id)
+        """Wait until all rows are sent, and say that the run is over; one that is resumed is running again."""
+        try:
+            for row in self._sent:
+                row.wait()
+            self._client.set_terminated(self._id)
+        except self._package.MlflowException as error:  # a server that is gone must not end the training
+            log.warning(f"MLflow has not taken all rows of run {self._id}: {error}; metrics.jsonl has them")
