@@ -190,11 +190,6 @@ class Forming:
                 f"worker {self._number} takes no part: the Lighthouse at {self._lighthouse} answers without a claim of it that "
                 "can be true; see the lines above, and whether all machines run the same version of thinwire"
             )
-        if all(member.id != self._id for member in choice.members):
-            raise ValueError(
-                f"worker {self._number} takes no part: the Lighthouse at {self._lighthouse} answers without a claim of it that "
-                "can be true; see the lines above, and whether all machines run the same version of thinwire"
-            )
         return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
 
     def connect(self, claims: tuple[Claim, ...]) -> int:
