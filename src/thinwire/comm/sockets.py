@@ -154,6 +154,45 @@ def end(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
+def talk_beside(
+    talk: Callable[[], None],
+    name: str,
+    connection: socket.socket,
+    host: str,
+    greeting: dict[socket.socket, str],
+    most: int,
+    lock: threading.Lock,
+) -> str | None:
+    """Talk with a caller in a thread of its own. With more than `most` that are being greeted, one of them has to go.
+
+    Args:
+        talk: what the thread runs; it takes the caller out of `greeting`.
+        name: of the thread.
+        connection: of the caller.
+        host: that it comes from.
+        greeting: all who are being greeted, the oldest first.
+        most: of them.
+        lock: of `greeting`.
+
+    Returns:
+        Why no thread could be started, in which case the connection is closed; else None.
+    """
+    with lock:
+        greeting[connection] = host
+        if len(greeting) > most:
+            oldest = oldest_of_busiest(greeting)
+            del greeting[oldest]
+            end(oldest)
+    try:
+        threading.Thread(target=talk, name=name, daemon=True).start()
+    except RuntimeError as error:  # this machine has no place for another thread now
+        with lock:
+            greeting.pop(connection, None)
+        connection.close()
+        return str(error)
+    return None
+
+
 def oldest_of_busiest(callers: Mapping[Caller, str]) -> Caller:
     """Which of too many callers has to go: the oldest one of the address that has most.
 

@@ -139,7 +139,8 @@ def test_a_listener_that_can_start_no_thread_for_a_moment_goes_on_to_listen(list
         socket.create_connection(("127.0.0.1", listener.port), 10) as one,
     ):
         assert one.recv(1) == b""
-    assert not start and "closed a connection from 127.0.0.1:" in caplog.text
+        wait_until(lambda: "closed a connection from 127.0.0.1:" in caplog.text, "the line about the caller", 20)
+    assert not start
     connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10).close()
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
 from ..notice import Flood, said_if_late
-from ..sockets import FULL, SMALL_PACKET, callers, dial_small, end, oldest_of_busiest
+from ..sockets import FULL, SMALL_PACKET, callers, dial_small, end, talk_beside
 from ..tls import relay
 from ..tls.connections import Refused
 from .handshake import greet, introduce, proof
@@ -246,20 +246,9 @@ class Connections:
                 self._greet_soon(connection, address[0], address_text(*address))
 
     def _greet_soon(self, connection: socket.socket, host: str, caller: str) -> None:
-        with self._lock:
-            self._greeting[connection] = host
-            if len(self._greeting) > MAX_GREETINGS + AT_ONCE * len(self._peers):
-                oldest = oldest_of_busiest(self._greeting)
-                del self._greeting[oldest]
-                end(oldest)
-        greeting = threading.Thread(target=self._greet, args=(connection, caller), name="thinwire-greet", daemon=True)
-        try:
-            greeting.start()
-        except RuntimeError as error:  # this machine has no place for another thread now
-            with self._lock:
-                self._greeting.pop(connection, None)
-            connection.close()
-            self._refusals.warn("rank %d cannot take a connection from %s: %s", self._rank, caller, error)
+        most, talk = MAX_GREETINGS + AT_ONCE * len(self._peers), partial(self._greet, connection, caller)
+        if why := talk_beside(talk, "thinwire-greet", connection, host, self._greeting, most, self._lock):
+            self._refusals.warn("rank %d cannot take a connection from %s: %s", self._rank, caller, why)
 
     def _greet(self, connection: socket.socket, caller: str) -> None:
         """Take the connection of a worker of the run that proves who it is; end any other."""

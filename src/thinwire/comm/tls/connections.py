@@ -39,9 +39,9 @@ from ..sockets import (
     dial_small,
     end,
     keep_trying,
-    oldest_of_busiest,
     read_exactly,
     set_deadline,
+    talk_beside,
 )
 from . import relay
 from .credentials import WRONG, Credentials, name_in
@@ -191,20 +191,9 @@ class Listener:
                         end(connection)
 
     def _talk_with(self, connection: socket.socket, address: tuple[str, int]) -> None:
-        with self._lock:
-            self._greeting[connection] = address[0]
-            if len(self._greeting) > MAX_HANDSHAKES:
-                oldest = oldest_of_busiest(self._greeting)
-                del self._greeting[oldest]
-                end(oldest)
-        talk = threading.Thread(target=self._talk, args=(connection, address), name="thinwire-tls", daemon=True)
-        try:
-            talk.start()
-        except RuntimeError as error:  # this machine has no place for another thread now
-            with self._lock:
-                self._greeting.pop(connection, None)
-            connection.close()
-            self._log(address_text(*address), str(error))
+        talk = partial(self._talk, connection, address)
+        if why := talk_beside(talk, "thinwire-tls", connection, address[0], self._greeting, MAX_HANDSHAKES, self._lock):
+            self._log(address_text(*address), why)
 
     def _talk(self, raw: socket.socket, address: tuple[str, int]) -> None:
         """The life of one connection."""

@@ -146,7 +146,7 @@ class GradientRounds:
         """Raise a ValueError if another strategy averages gradients of this backward pass over the same communicator, and one
         of them goes on sending in its finishing thread: the order of their messages could differ between workers."""
         others = [r for r in _OVER[self._comm] if r is not self and r._graph_task == self._graph_task != -1]
-        for rounds in (others and [self, *others]) or ():
+        for rounds in [self, *others] if others else []:
             require(
                 not rounds._averager.sends_while_waiting(rounds._state),
                 f"two strategies average gradients of one backward pass over one communicator, and {rounds._averager} sends "
