@@ -160,7 +160,7 @@ def test_keys_that_cannot_be_used_say_why(tmp_path, monkeypatch):
     second.authority.write_bytes(other.authority.read_bytes())
     with pytest.raises(ValueError, match="cannot be used: its certificate is of another run"):
         tw.Credentials(second.folder)
-    with pytest.raises(ValueError, match="its certificate has expired; ask for a new token, and join again"):
+    with pytest.raises(ValueError, match="its certificate has expired; renew it: `thinwire keys renew` on the machine"):
         another(tmp_path / "first", tmp_path / "old", "old", days=-1e-3)
     keys.Issuer(tmp_path / "first").revoke("first")
     with pytest.raises(ValueError, match="its certificate was revoked"):
@@ -171,6 +171,61 @@ def test_keys_that_cannot_be_used_say_why(tmp_path, monkeypatch):
         keys.Issuer(second.folder)
     with pytest.raises(ValueError, match="has files already"):
         keys.new_run(tmp_path / "first", "run", "again")
+
+
+def test_a_certificate_is_renewed_for_the_same_key_and_both_can_be_revoked(tmp_path):
+    """There was no way but another name, or a new folder."""
+    keys.new_run(tmp_path / "a", "homes", "first")
+    admitted = admission(tmp_path / "a", count=3)
+    keys.join(tmp_path / "b", admitted.tokens[0], "second")
+    before = tw.Credentials(tmp_path / "b")
+    old, key = before.certificate.read_bytes(), before.key.read_bytes()
+    with pytest.raises(ValueError, match="b has the keys of second, got the name third; choose another folder"):
+        keys.join(tmp_path / "b", admitted.tokens[1], "third")
+    with pytest.raises(ValueError, match="a worker named second has a certificate already"):
+        keys.join(tmp_path / "c", admitted.tokens[1], "second")  # its key is another one
+    admitted._days = 60.0
+    keys.join(tmp_path / "b", admitted.tokens[1])
+    after = tw.Credentials(tmp_path / "b")
+    assert after.name == "second" and after.key.read_bytes() == key
+    assert after.expires - before.expires == pytest.approx(30 * 86_400, abs=60)
+    keys.new_run(tmp_path / "other", "homes", "first")
+    elsewhere = admission(tmp_path / "other")
+    with pytest.raises(ValueError, match="b has keys of another run; choose another folder"):
+        keys.join(tmp_path / "b", elsewhere.tokens[0])
+    elsewhere.close()
+    admitted.close()
+    listed = keys.Issuer(tmp_path / "a").revoke("second")
+    (tmp_path / "b" / "revoked.pem").write_bytes(listed.read_bytes())
+    for certificate in (old, after.certificate.read_bytes()):
+        after.certificate.write_bytes(certificate)
+        with pytest.raises(ValueError, match="its certificate was revoked"):
+            tw.Credentials(tmp_path / "b")
+
+
+def test_the_first_machine_renews_its_own_certificate_also_once_it_has_expired(tmp_path, monkeypatch):
+    monkeypatch.setattr(keys, "Credentials", lambda folder: None)
+    keys.new_run(tmp_path / "a", "run", "first", days=1e-6)
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match="has expired; renew it: `thinwire keys renew`"):
+        tw.Credentials(tmp_path / "a")
+    keys.renew(tmp_path / "a", days=2)
+    assert tw.Credentials(tmp_path / "a").expires == pytest.approx(time.time() + 2 * 86_400, abs=60)
+    (joined,) = keys_of(tmp_path, "b")
+    joined.key.write_bytes(b"damaged")
+    with pytest.raises(ValueError, match="the keys in .*b cannot be used: "):
+        keys.renew(joined.folder)
+
+
+def test_who_listens_with_a_certificate_that_expires_soon_says_so_once(tmp_path, caplog):
+    keys.new_run(tmp_path / "first", "run", "first", days=1.0)
+    listeners = [Listener("127.0.0.1", 0, tw.Credentials(tmp_path / "first"), echo) for _ in range(2)]
+    wait_until(lambda: caplog.messages, "a line", 20)
+    time.sleep(2 * connections.LOOK_SECONDS)
+    (line,) = caplog.messages
+    assert "certificate.pem expires at 20" in line and "renew it: `thinwire keys renew`" in line
+    for listener in listeners:
+        listener.close()
 
 
 def echo(question):

@@ -46,12 +46,14 @@ class WorkerIdentity:
 
     def refresh(self) -> bool:
         """Read files that have changed; return whether there were any. Later sessions use them."""
+        self._credentials.warn_of_expiry()
         versions = self._credentials.versions()
         if versions == self._versions:
             return False
         try:
+            self._credentials = Credentials(self._credentials.folder)
             self._context = self._read()
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             log.warning("credentials have changed and cannot be used, so the old ones serve: %s", error)
             return False
         finally:

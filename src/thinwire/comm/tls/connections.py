@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from ..addresses import address_text, listening_address, own_addresses_of
@@ -139,7 +138,7 @@ class Listener:
         self._greeting: dict[socket.socket, str] = {}  # with the caller's host, the oldest first
         self._open: set[socket.socket] = set()
         self._closed, self._refusals = threading.Event(), Flood()
-        self._versions, self._context = self._versions_now(), self._new_context()
+        self._versions, self._context = credentials and credentials.versions(), self._new_context()
         self._attendance: relay.Attendance | None = None
         if at is not None:
             token = relay.token_at(host, self.port)
@@ -168,9 +167,6 @@ class Listener:
             context.verify_mode = ssl.CERT_NONE
         return context
 
-    def _versions_now(self) -> list[tuple[Path, int, int]]:
-        return self._credentials.versions() if self._credentials else []
-
     def _accept(self) -> None:
         if self._attendance is not None:
             # At a relay, `Attendance` takes the connections, so that this thread looks at the keys alone.
@@ -183,8 +179,12 @@ class Listener:
 
     def _look_at_the_keys(self) -> None:
         """If there are new keys, or certificates were revoked, end all connections: the others connect again."""
+        if self._credentials is None:
+            return
+        self._credentials.warn_of_expiry()
         with contextlib.suppress(OSError, ValueError):  # they are being written
-            if (now := self._versions_now()) != self._versions:
+            if (now := self._credentials.versions()) != self._versions:
+                self._credentials = Credentials(self._credentials.folder)
                 self._context, self._versions = self._new_context(), now
                 with self._lock:
                     for connection in (*self._open, *self._greeting):

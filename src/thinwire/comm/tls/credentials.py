@@ -11,8 +11,10 @@ their certificates, in TLS 1.3 only. Names of hosts play no part: a worker is wh
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,13 +24,19 @@ from ..addresses import parse_address
 
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
 REVOKED, ADDRESS, VARIABLE = "revoked.pem", "address", "THINWIRE_CREDENTIALS"
+RENEW = "renew it: `thinwire keys renew` on the machine of the run's authority, `thinwire keys join` with a new token elsewhere"
 WRONG = {
     9: "its certificate is not valid yet; set the clocks of this machine and of the one that signed it",
-    10: "its certificate has expired; ask for a new token, and join again",
+    10: f"its certificate has expired; {RENEW}",
     23: "its certificate was revoked",
     **dict.fromkeys((7, 18, 19, 20, 21), "its certificate is of another run"),
 }
 """What OpenSSL's numbers (X509_V_ERR_*) mean here."""
+WARN_SECONDS = 3 * 86_400.0
+"""Before a certificate expires: a weekend."""
+
+log = logging.getLogger("thinwire")
+_warned: set[tuple[str | os.PathLike[str], float]] = set()
 
 
 @dataclass(frozen=True)
@@ -41,6 +49,7 @@ class Credentials:
     Attributes:
         name: of this worker, from its certificate.
         run: name of the run, from the same.
+        expires: when the certificate does, in seconds since 1970.
 
     Raises:
         ValueError: a file is missing or damaged, others may read the key, or the certificate has expired, was revoked, or is
@@ -55,6 +64,7 @@ class Credentials:
     folder: str | os.PathLike[str]
     name: str = field(init=False, compare=False)
     run: str = field(init=False, compare=False)
+    expires: float = field(init=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", os.fspath(self.folder))
@@ -68,6 +78,7 @@ class Credentials:
         shown = self._shown()
         object.__setattr__(self, "name", name_in(shown))
         object.__setattr__(self, "run", dict(pair for part in shown["issuer"] for pair in part).get("commonName", ""))
+        object.__setattr__(self, "expires", ssl.cert_time_to_seconds(shown["notAfter"]))
 
     @classmethod
     def from_environment(cls) -> Credentials | None:
@@ -121,6 +132,13 @@ class Credentials:
         found = [(path, path.stat()) for path in paths if path is not None and path.exists()]
         return [(path, status.st_mtime_ns, status.st_size) for path, status in found]
 
+    def warn_of_expiry(self) -> None:
+        """Log, once in this process, that the certificate expires within three days."""
+        if self.expires - time.time() < WARN_SECONDS and (self.folder, self.expires) not in _warned:
+            _warned.add((self.folder, self.expires))
+            when = local_time(self.expires)
+            log.warning("%s expires at %s, and then broken connections stay broken; %s", self.certificate, when, RENEW)
+
     def context(self, server: bool) -> ssl.SSLContext:
         """The settings of one side of a connection: TLS 1.3, and the other side must show a certificate of the run.
 
@@ -170,6 +188,11 @@ class Credentials:
                 reason = WRONG.get(error.verify_code, error.verify_message)
                 raise ValueError(f"{self.certificate} cannot be used: {reason}") from None
         return server.getpeercert() or {}
+
+
+def local_time(seconds: float) -> str:
+    """A time in seconds since 1970, as the clock of this place shows it."""
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def name_in(shown: dict[str, Any]) -> str:

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ...algorithm import able_to, require
 from ..addresses import address_text, parse_address
 from .connections import Listener, Refused, connect_tls, read_frame, send_frame
-from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials
+from .credentials import ADDRESS, AUTHORITY, CERTIFICATE, KEY, REVOKED, Credentials, local_time
 
 if TYPE_CHECKING:
     from cryptography import x509
@@ -149,6 +149,21 @@ def new_run(folder: str | os.PathLike[str], run: str, name: str, days: float = 3
     Credentials(place)  # it can be used
 
 
+def renew(folder: str | os.PathLike[str], days: float = 30.0) -> None:
+    """Sign a new certificate for the first worker, in the folder of the CA.
+
+    Args:
+        folder: that `new_run` has made.
+        days: that the certificate lives.
+
+    Raises:
+        ValueError: the folder has no CA, or there are no such days.
+    """
+    _check_days(days)
+    _write(Path(folder) / CERTIFICATE, Issuer(folder).sign(_request_again(Path(folder)), days))
+    Credentials(folder)
+
+
 class Issuer:
     """The CA in a folder: signs requests of workers, and revokes certificates.
 
@@ -183,7 +198,7 @@ class Issuer:
             days: that the certificate lives.
 
         Raises:
-            ValueError: the request is damaged, or a worker of this name has a certificate.
+            ValueError: the request is damaged, or a worker of this name has a certificate for another key.
         """
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
@@ -195,8 +210,9 @@ class Issuer:
         _check_name(name)
         with self._lock:
             path = self._folder / ISSUED / f"{name}.pem"
+            issued = path.read_bytes() if path.exists() else b""
             require(
-                not path.exists(),
+                all(csr.public_key() == old.public_key() for old in _certificates(issued)),
                 f"a worker named {name} has a certificate already; choose another --name, or revoke it",
             )
             made = (
@@ -219,7 +235,7 @@ class Issuer:
             pem = made.public_bytes(serialization.Encoding.PEM)
             with able_to(f"make the folder {path.parent}", "let yourself write there"):
                 path.parent.mkdir(exist_ok=True)
-            _write(path, pem)
+            _write(path, issued + pem)
             return pem
 
     def revoke(self, name: str) -> Path:
@@ -246,9 +262,10 @@ class Issuer:
         if listed.exists():
             for entry in x509.load_pem_x509_crl(listed.read_bytes()):
                 crl = crl.add_revoked_certificate(entry)
-        serial = x509.load_pem_x509_certificate(path.read_bytes()).serial_number
-        entry = x509.RevokedCertificateBuilder().serial_number(serial).revocation_date(now).build()
-        made = crl.add_revoked_certificate(entry).sign(self._key, hashes.SHA256())
+        for certificate in _certificates(path.read_bytes()):
+            taken = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number).revocation_date(now)
+            crl = crl.add_revoked_certificate(taken.build())
+        made = crl.sign(self._key, hashes.SHA256())
         _write(listed, made.public_bytes(serialization.Encoding.PEM))
         # The name is free again.
         path.unlink()
@@ -331,29 +348,39 @@ class Admission:
 # ---- the worker that joins ----
 
 
-def join(folder: str | os.PathLike[str], token: Token, name: str, seconds: float = 30.0) -> None:
-    """Make this worker's key, let the CA sign it, and write a folder of keys.
+def join(folder: str | os.PathLike[str], token: Token, name: str | None = None, seconds: float = 30.0) -> None:
+    """Make this worker's key, let the CA sign it, and write a folder of keys. Or renew the certificate of a folder.
 
     Args:
-        folder: which does not exist, or is empty.
+        folder: which does not exist, or is empty; or which has keys of the run.
         token: from the CA's machine.
-        name: of this worker; no other worker of the run has it.
+        name: of this worker; no other worker of the run has it. None takes that of the machine, or the one that it has.
         seconds: to wait for the CA.
 
     Raises:
-        ValueError: the token has expired or was used, the name is taken, or who answers is not the run's CA.
+        ValueError: the token has expired or was used, the name is taken, who answers is not the run's CA, or the folder has
+            keys of another run or name.
     """
-    _check_name(name)
-    expires = time.strftime("%Y-%m-%d %H:%M", time.localtime(token.until))
-    require(time.time() < token.until, f"the token expired at {expires}; ask for a new one: thinwire keys token")
-    place = _new_folder(folder)  # before the token is used
-    try:
+    expired = f"the token expired at {local_time(token.until)}"
+    require(time.time() < token.until, f"{expired}; ask for a new one: thinwire keys token")
+    place, key = Path(folder), None
+    if (place / KEY).exists():
+        authority = _read(place / AUTHORITY)
+        require(_fingerprint(authority) == token.authority, f"{place} has keys of another run; choose another folder")
+        request = _request_again(place, name)
+    else:
+        name = name or own_name()
+        _check_name(name)
+        place = _new_folder(folder)  # before the token is used
         key, request = new_request(name)
+    try:
         certificate, authority, revoked = _signed(token, request, seconds)
     except BaseException:
-        place.rmdir()
+        if key is not None:
+            place.rmdir()
         raise
-    _write(place / KEY, key, secret=True)
+    if key is not None:
+        _write(place / KEY, key, secret=True)
     for file, content in ((CERTIFICATE, certificate), (AUTHORITY, authority), (REVOKED, revoked)):
         if content:
             _write(place / file, content)
@@ -403,13 +430,31 @@ def _check_answer(certificate: bytes, authority: bytes, revoked: bytes, request:
 
 def new_request(name: str) -> tuple[bytes, bytes]:
     """A new private key, and a request to sign it for a worker of this name; both PEM."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
     key = ec.generate_private_key(ec.SECP256R1())
+    return _private(key), _request(key, name)
+
+
+def _request_again(place: Path, name: str | None = None) -> bytes:
+    """A request to sign the key in a folder once more, PEM."""
+    from cryptography.hazmat.primitives import serialization
+
+    try:
+        own = _name_of(_read(place / CERTIFICATE))
+        key: Any = serialization.load_pem_private_key(_read(place / KEY), None)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the keys in {place} cannot be used: {error}; choose another folder") from None
+    require(name in (None, own), f"{place} has the keys of {own}, got the name {name}; choose another folder")
+    return _request(key, own)
+
+
+def _request(key: ec.EllipticCurvePrivateKey, name: str) -> bytes:
+    from cryptography import x509
+    from cryptography.hazmat.primitives import hashes, serialization
+
     request = x509.CertificateSigningRequestBuilder().subject_name(_subject(name)).sign(key, hashes.SHA256())
-    return _private(key), request.public_bytes(serialization.Encoding.PEM)
+    return request.public_bytes(serialization.Encoding.PEM)
 
 
 # ---- parts of the above ----
@@ -444,6 +489,13 @@ def _fingerprint(certificate: bytes) -> str:
         return x509.load_pem_x509_certificate(certificate).fingerprint(hashes.SHA256()).hex()
     except ValueError:
         return ""
+
+
+def _certificates(pem: bytes) -> list[x509.Certificate]:
+    """Those in a file, which may be empty."""
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificates(pem) if pem else []
 
 
 def _name_of(certificate: bytes) -> str:
@@ -485,6 +537,11 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
     with able_to(f"close {place} to others", "choose a folder of your own"):
         os.chmod(place, 0o700)
     return place
+
+
+def _read(path: Path) -> bytes:
+    with able_to(f"read {path}", "choose another folder"):
+        return path.read_bytes()
 
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:

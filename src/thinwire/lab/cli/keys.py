@@ -13,7 +13,8 @@ from .options import named, parsed, shown_as
 KEYS_USAGE = """\
 usage: thinwire keys new FOLDER                 make a run's certificate authority, and this machine's keys
        thinwire keys token FOLDER HOST:PORT     let another machine join, which reaches this one at HOST:PORT
-       thinwire keys join FOLDER TOKEN          on the other machine: get its keys ("-" reads the token from stdin)
+       thinwire keys join FOLDER TOKEN          on the other machine: get its keys, or renew them (TOKEN "-": from stdin)
+       thinwire keys renew FOLDER               on the machine of the authority: a later certificate for this machine
        thinwire keys revoke FOLDER NAME         take the certificate of a machine back
 
 With keys, every connection of a run is encrypted (TLS 1.3), and only machines whose certificate the run's authority has
@@ -83,25 +84,43 @@ class NewToken:
 
 @dataclass(frozen=True)
 class JoinRun:
-    """Make this machine's keys, and let the run's certificate authority sign them."""
+    """Make this machine's keys, and let the run's certificate authority sign them; or renew the certificate of those it has."""
 
     folder: Annotated[str, shown_as("FOLDER")]
-    """A new folder for the keys."""
+    """A new folder for the keys, or the one whose certificate is to be renewed."""
     token: Annotated[str, shown_as("TOKEN")]
     """What `thinwire keys token` printed on the other machine; "-" reads it from stdin."""
     name: str | None = None
-    """Name of this machine in the run; None takes that of the machine."""
+    """Name of this machine in the run; None takes that of the machine, or the one in the folder."""
 
     def execute(self) -> None:
         """Join, and say what comes next."""
         from ...comm.tls import keys
 
         token = keys.parsed_token(sys.stdin.readline() if self.token == "-" else self.token)
-        keys.join(self.folder, token, self.name or keys.own_name())
+        keys.join(self.folder, token, self.name)
         print(
             f"{self.folder} has the keys of the run {token.run!r}; train, with a first worker that no other machine has:"
         )
         print(f"  thinwire train RECIPE --elastic --workers 1 --first-worker 1 --credentials {self.folder}")
+
+
+@dataclass(frozen=True)
+class RenewKeys:
+    """Make a later certificate for this machine, which has the run's certificate authority. Others join again."""
+
+    folder: Annotated[str, shown_as("FOLDER")]
+    """The folder that `thinwire keys new` made."""
+    days: float = 30.0
+    """Days that the certificate lives."""
+
+    def execute(self) -> None:
+        """Renew, and say what became of it."""
+        from ...comm.tls import keys
+        from ...comm.tls.credentials import Credentials, local_time
+
+        keys.renew(self.folder, self.days)
+        print(f"the certificate in {self.folder} expires at {local_time(Credentials(self.folder).expires)}")
 
 
 @dataclass(frozen=True)
@@ -124,7 +143,7 @@ class RevokeKeys:
         print(f"  {path}")
 
 
-COMMANDS = {"new": NewKeys, "token": NewToken, "join": JoinRun, "revoke": RevokeKeys}
+COMMANDS = {"new": NewKeys, "token": NewToken, "join": JoinRun, "renew": RenewKeys, "revoke": RevokeKeys}
 
 
 def keys_command(options: list[str]) -> None:

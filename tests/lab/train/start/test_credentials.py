@@ -92,5 +92,5 @@ def test_a_worker_whose_certificate_has_expired_is_not_started_again(tmp_path, m
 
     monkeypatch.setattr(spawn, "Watch", expire_and_restart)
     config = replace(CONFIG, elastic=True, workers=1, credentials=Path(ours.folder))
-    with pytest.raises(ValueError, match="its certificate has expired; ask for a new token, and join again"):
+    with pytest.raises(ValueError, match="its certificate has expired; renew it"):
         spawn.spawn(config, tmp_path)
