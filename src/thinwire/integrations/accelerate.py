@@ -53,7 +53,9 @@ def attach(
         "attach: there is one process, and nothing to average; start several with torchrun --nproc-per-node N, or on GPUs with "
         "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )
-    handle = attaching.attach(model, optimizer, averaging(strategy), scaler=accelerator.scaler, **options)
+    handle: AveragerAttachment = attaching.attach(
+        model, optimizer, averaging(strategy), scaler=accelerator.scaler, **options
+    )
     # Accelerate calls `state_dict` on all workers, and writes what one of them returns.
     state = AllWorkersState(handle, model, [optimizer])
     accelerator.register_for_checkpointing(state)

@@ -80,6 +80,7 @@ class AttachStrategy(TrainerCallback):
         saved = _read(self._file(folder, args), args.process_index) if resumes else None
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
         scaler = self._trainer.accelerator.scaler
+        assert optimizer is not None, "the trainer makes its optimizer before on_train_begin"
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
         self._state = WorkerState(self.handle, model, [optimizer])
         if saved is not None:
