@@ -210,7 +210,7 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
 
 
 def lightning_own_models_worker(
-    comm: tw.comm.Communicator,
+    comm: tw.comm.Communicator, folder: Path
 ) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
     """Weights in the passes of training, in those of validation, and at the end, of workers with models of their own."""
     import lightning.pytorch as pl
@@ -252,6 +252,7 @@ def lightning_own_models_worker(
         callbacks=[AttachStrategy("Local(Mean(), every=4)")],
     )
     trainer.fit(module, data, data)
+    trainer.save_checkpoint(folder / "ended.ckpt")
     return module.trained, module.validated, module.net.weight.detach()
 
 
@@ -275,13 +276,16 @@ def lightning_works(folder: Path) -> None:
     for (whole, resumed), keys in spawn(2, partial(lightning_worker, folder=folder)):
         assert torch.equal(whole, resumed)
         assert "state_dict" in keys and "thinwire" not in keys
-    (trained, validated, ended), (others, _, other_end) = spawn(2, lightning_own_models_worker)
+    (trained, validated, ended), (others, _, other_end) = spawn(2, partial(lightning_own_models_worker, folder=folder))
     # Of 14 steps, 4, 8 and 12 are followed by a round; validation comes before all, after 7 and after 14.
     differs = [not torch.equal(a, b) for a, b in zip(trained, others, strict=True)]
     assert differs == [False, True, True, True] * 3 + [False, True]
     first, second, last = validated
     assert torch.equal(first, trained[0]) and torch.equal(last, ended) and torch.equal(ended, other_end)
     torch.testing.assert_close(second, (trained[7] + others[7]) / 2)
+    saved = torch.load(folder / "ended.ckpt", weights_only=False)
+    for model in (saved["state_dict"], *(saved["thinwire"][f"own of rank{rank}"]["model"] for rank in (0, 1))):
+        assert torch.equal(model["net.weight"], ended)
     lightning_resumes(folder)
     lightning_resumes_with_own_models(folder / "own")
 
