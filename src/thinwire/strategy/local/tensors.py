@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...algorithm import require
 from ...comm import Communicator
+from ..model.joined import exchange_joined
 from ..model.shards import local
 
 
@@ -21,12 +22,7 @@ def anchor_of(p: Tensor) -> nn.Parameter:
 
 def average_exactly(tensors: Sequence[Tensor], comm: Communicator) -> None:
     """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
-    held = [local(t) for t in tensors]
-    whole = [t.contiguous() for t in held]
-    # All messages leave before the first one is waited for.
-    for t, total, handle in [(t, w, comm.all_reduce(w)) for t, w in zip(held, whole, strict=True)]:
-        handle.wait()
-        t.copy_(total.div_(comm.size))
+    exchange_joined([local(t) for t in tensors], comm.all_reduce, lambda t, total: t.copy_(total.div_(comm.size)))
 
 
 def renamed(saved: dict[str, Any], names: dict[Any, Any]) -> dict[str, Any]:

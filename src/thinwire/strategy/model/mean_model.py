@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Communicator
+from .joined import exchange_joined
 from .models import broadcast_from_zero, unexpanded, values_of
 from .shards import Replica
 
@@ -69,6 +70,9 @@ def holding_mean(
 
 def _store_mean(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> None:
     # float64, so that the mean of equal models is that model, bit for bit.
-    handles = [comm.all_reduce((t.to(torch.float64) * weight).contiguous()) for t in tensors]
-    for t, handle in zip(tensors, handles, strict=True):
-        t.copy_(handle.wait() / comm.size)
+    exchange_joined(
+        tensors,
+        lambda values: comm.all_reduce(values.mul_(weight)),
+        lambda t, total: t.copy_(total / comm.size),
+        torch.float64,
+    )

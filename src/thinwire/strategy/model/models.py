@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ...algorithm import require
 from ...comm import Communicator
+from .joined import exchange_joined
 from .shards import is_sharded, local, reshard
 
 NamedParameters = list[tuple[str, nn.Parameter]]
@@ -147,18 +148,13 @@ def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None
     broadcast_from_zero([t for _, t in tensors], comm)
 
 
-@torch.no_grad()
 def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
     """Overwrite each tensor by rank 0's, whatever its layout in memory."""
-    whole = [unexpanded(t.detach()) for t in tensors]
-    sent = [t.contiguous() for t in whole]
-    # All messages leave before the first one is waited for.
-    for handle in [comm.broadcast(t) for t in sent]:
-        handle.wait()
-    for t, result in zip(whole, sent, strict=True):
-        # Rank 0 has its own values already, and `result is t` was written in place.
-        if result is not t and comm.rank:
-            t.copy_(result)
+    exchange_joined(
+        [unexpanded(t.detach()) for t in tensors],
+        comm.broadcast,
+        lambda t, result: t.copy_(result) if comm.rank else None,  # rank 0 has its own values already
+    )
 
 
 def _tensors(module: nn.Module) -> list[tuple[str, Tensor]]:
