@@ -23,8 +23,8 @@ headers. A ring all-reduce counts 2 (W-1) messages, its steps, though Gloo cuts 
 tensor into whole elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them);
 the sum over workers, 2 (W-1) n, is exact.
 `TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which
-is 2 (W-1) messages and, in even shards, the same bytes; an all_reduce of at least 2 MiB counts so for each of its pieces. To a
-chunk of a message (256 KiB, or 14 KiB on long lines) it adds 32 bytes, and 32 to acknowledge 512 (or 128) KiB. What is sent
+is 2 (W-1) messages and, in even shards, the same bytes. It cuts large tensors into up to eight pieces that each take as many
+messages, and the ledger counts those of one; two workers that exchange whole tensors send half as many. To a chunk of a message (256 KiB, or 14 KiB on long lines) it adds 32 bytes, and 32 to acknowledge 512 (or 128) KiB. What is sent
 again, because a connection was lost or a chunk is late, is not in the ledger: `TcpCommunicator.counts` has it. Channels are on
 the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each message, and 32 to each peer four times in the time
 limit.
