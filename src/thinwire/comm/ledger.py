@@ -31,7 +31,8 @@ message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it 
 message, and 32 to each peer four times in the time limit.
 NCCL and MPI choose among algorithms of their own: for them the rows of all_reduce, all_gather and broadcast are the
 least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact. NCCL's all_gather
-sends slots of one size, a multiple of 16 bytes, where that pads messages by an eighth at most; padding counts as sent.
+sends slots of one size, a multiple of 16 bytes, where that pads all messages by an eighth and 16 bytes each at most;
+padding counts as sent.
 """
 
 from __future__ import annotations
