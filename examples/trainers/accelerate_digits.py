@@ -12,7 +12,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import thinwire as tw
 from thinwire.integrations.accelerate import attach, log
 from thinwire.integrations.numbers import summary
 
@@ -20,6 +19,7 @@ from thinwire.integrations.numbers import summary
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--strategy", default="Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))")
     parser.add_argument("--output", default="runs/accelerate")
     parser.add_argument("--resume", help="folder of the checkpoint to continue")
     options = parser.parse_args()
@@ -34,7 +34,7 @@ def main() -> None:
     loader = DataLoader(data, batch_size=32, shuffle=True)
 
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    strategy = attach(accelerator, model, tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()))
+    strategy = attach(accelerator, model, optimizer, options.strategy)
     if options.resume:
         accelerator.load_state(options.resume)
 
@@ -50,8 +50,9 @@ def main() -> None:
             bar.update()
             if step % 10 == 0:
                 log(accelerator, strategy, {"loss": loss.item()}, step, bar)
+        accelerator.print(f"epoch {epoch}: loss {loss.item():.4f}")
     accelerator.save_state(options.output)
-    accelerator.print(f"loss {loss.item():.4f}, {summary(strategy)}")
+    accelerator.print(summary(strategy))
     strategy.detach()
     accelerator.end_training()
 

@@ -12,8 +12,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import thinwire as tw
-from thinwire.integrations.lightning import CompressGradients
+from thinwire.integrations.lightning import AttachStrategy
 
 
 class Digits(pl.LightningModule):
@@ -36,6 +35,7 @@ class Digits(pl.LightningModule):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--epochs", type=int, default=5)
+    parser.add_argument("--strategy", default="Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))")
     parser.add_argument("--output", default="runs/lightning")
     parser.add_argument("--resume", help="checkpoint to continue")
     options = parser.parse_args()
@@ -51,7 +51,7 @@ def main() -> None:
         default_root_dir=options.output,
         logger=CSVLogger(options.output),
         log_every_n_steps=10,
-        callbacks=[CompressGradients(tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback()))],
+        callbacks=[AttachStrategy(options.strategy)],
     )
     trainer.fit(Digits(), DataLoader(data, batch_size=32, shuffle=True), ckpt_path=options.resume)
     if trainer.is_global_zero:

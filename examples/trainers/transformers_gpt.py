@@ -10,8 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
-import thinwire as tw
-from thinwire.integrations.transformers import CompressGradients
+from thinwire.integrations.transformers import AttachStrategy
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
 
@@ -24,6 +23,7 @@ def collate(batch: list[tuple[torch.Tensor]]) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--strategy", default="Gradients(PowerSGD(rank=4))")
     parser.add_argument("--output", default="runs/transformers")
     parser.add_argument("--resume", help="folder of the checkpoint to continue")
     options = parser.parse_args()
@@ -43,7 +43,7 @@ def main() -> None:
         seed=0,
     )
     trainer = Trainer(GPT2LMHeadModel(config), arguments, data_collator=collate, train_dataset=data)
-    CompressGradients(trainer, tw.PowerSGD(rank=4), resume_from=options.resume)
+    AttachStrategy(trainer, options.strategy, resume_from=options.resume)
     result = trainer.train(resume_from_checkpoint=options.resume)
     if trainer.is_world_process_zero():
         fewer = trainer.state.log_history[-2]["thinwire/fewer_than_fp32"]

@@ -163,7 +163,8 @@ def test_the_state_of_all_workers_travels_on_the_communicators_device(rank):
 
     comm = OnGpus(rank=rank, payload=_pack({"rank1": {"memory": torch.ones(3)}}))
     with torch.device("meta"):
-        state = AllWorkersState(SimpleNamespace(comm=comm, state_dict=lambda: {f"rank{rank}": {}})).state_dict()
+        strategy = SimpleNamespace(comm=comm, models_differ=False, state_dict=lambda: {f"rank{rank}": {}})
+        state = AllWorkersState(strategy, torch.nn.Linear(1, 1), []).state_dict()
     assert state.keys() == ({"rank0", "rank1"} if rank == 0 else {"rank1"})
     if rank == 0:
         assert torch.equal(state["rank1"]["memory"], torch.ones(3))

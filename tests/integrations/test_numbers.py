@@ -23,6 +23,23 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.parametrize("name", ["gradients", "local", "delayed"])
+def test_bytes_are_compared_with_those_of_dense_training_in_every_step(name):
+    """For local updates, the rounds that were left out did not count."""
+
+    def worker(comm):
+        model = torch.nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        with STRATEGIES[name](model, optimizer, comm) as handle:
+            for _ in range(5):
+                model(torch.ones(1, 64)).sum().backward()
+                optimizer.step()
+            shown = numbers(handle)
+            return shown["thinwire/sent_mb"] * shown["thinwire/fewer_than_fp32"]
+
+    assert tw.LocalWorld(2).run(worker) == pytest.approx(2 * [5 * 4 * (64 * 64 + 64) / 1e6])
+
+
 @pytest.mark.parametrize("attach", STRATEGIES.values(), ids=STRATEGIES)
 def test_who_waits_for_a_slow_worker_is_blocked(attach):
     """Worker 1 sleeps 0.05 s in each of six steps; worker 0 waits for most of that, and worker 1 for little."""

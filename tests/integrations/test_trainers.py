@@ -68,6 +68,18 @@ def assert_equal(a: Path, b: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first), (a, b)
 
 
+LOCAL = "Local(Mean(QSGD(bits=4)), every=12, outer=OuterSGD(0.7))"
+"""Where the examples save, workers have taken steps since the last round."""
+
+
+def assert_mean(model: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
+    """That a saved model is the mean of those that two workers have for themselves, which differ."""
+    first, second = (saved[f"own of rank{rank}"]["model"] for rank in (0, 1))
+    assert any(not torch.equal(first[name], second[name]) for name in first)
+    for name, value in model.items():
+        torch.testing.assert_close(value, (first[name] + second[name]) / 2)
+
+
 def lightning_resumes(folder: Path) -> None:
     example = [sys.executable, str(TRAINERS / "lightning_digits.py")]
     printed = run(example, "--epochs", 2, "--output", folder / "whole")
@@ -80,6 +92,18 @@ def lightning_resumes(folder: Path) -> None:
     (first,) = (folder / "first").rglob("*.ckpt")
     saved = torch.load(first, weights_only=False)["thinwire"]
     assert saved.keys() == {"rank0", "rank1"}
+    run(example, "--epochs", 2, "--output", folder / "second", "--resume", first)
+    (whole,), (second,) = (folder / "whole").rglob("*.ckpt"), (folder / "second").rglob("*.ckpt")
+    assert_equal(whole, second)
+
+
+def lightning_resumes_with_own_models(folder: Path) -> None:
+    example = [sys.executable, str(TRAINERS / "lightning_digits.py"), "--strategy", LOCAL]
+    run(example, "--epochs", 2, "--output", folder / "whole")
+    run(example, "--epochs", 1, "--output", folder / "first")
+    (first,) = (folder / "first").rglob("*.ckpt")
+    saved = torch.load(first, weights_only=False)
+    assert_mean(saved["state_dict"], saved["thinwire"])
     run(example, "--epochs", 2, "--output", folder / "second", "--resume", first)
     (whole,), (second,) = (folder / "whole").rglob("*.ckpt"), (folder / "second").rglob("*.ckpt")
     assert_equal(whole, second)
@@ -135,7 +159,7 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
     """Weights of a run, and of one that went on from what was saved after its first fit; what was saved after an error."""
     import lightning.pytorch as pl
 
-    from thinwire.integrations.lightning import CompressGradients
+    from thinwire.integrations.lightning import AttachStrategy
 
     class Linear(pl.LightningModule):
         def __init__(self) -> None:
@@ -154,15 +178,15 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    averager = tw.Mean(tw.TopK(0.25), tw.ErrorFeedback())
+    strategy = "Gradients(Mean(TopK(0.25), ErrorFeedback()))"
     data = torch.utils.data.DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(comm.rank)))
 
-    def trainer(epochs: int, averager: tw.Averager = averager) -> pl.Trainer:
+    def trainer(epochs: int, strategy: str = strategy) -> pl.Trainer:
         quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
         two = dict(
             accelerator="cpu", devices=2, strategy="ddp", plugins=[started_processes()], use_distributed_sampler=False
         )
-        return pl.Trainer(max_epochs=epochs, callbacks=[CompressGradients(averager)], **quiet, **two)
+        return pl.Trainer(max_epochs=epochs, callbacks=[AttachStrategy(strategy)], **quiet, **two)
 
     whole, part, resumed = Linear(), Linear(), Linear()
     trainer(2).fit(whole, data)
@@ -171,8 +195,8 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
     first.save_checkpoint(saved)
     trainer(2).fit(resumed, data, ckpt_path=saved)
 
-    # A checkpoint that was validated is not gone on from: its memory is another averager's.
-    other = trainer(1, tw.Mean())
+    # A checkpoint that was validated is not gone on from: its state is another strategy's.
+    other = trainer(1, "Gradients(Mean())")
     other.validate(part, data, ckpt_path=saved, verbose=False)
     other.fit(part, data)
 
@@ -183,6 +207,53 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
     failed.save_checkpoint(folder / "failed.ckpt")
     keys = list(torch.load(folder / "failed.ckpt", weights_only=False))
     return [module.net.weight.detach() for module in (whole, resumed)], keys
+
+
+def lightning_own_models_worker(
+    comm: tw.comm.Communicator, folder: Path
+) -> tuple[list[torch.Tensor], list[torch.Tensor], torch.Tensor]:
+    """Weights in the passes of training, in those of validation, and at the end, of workers with models of their own."""
+    import lightning.pytorch as pl
+
+    from thinwire.integrations.lightning import AttachStrategy
+
+    class Linear(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(comm.rank)
+            self.net = nn.Linear(4, 4)
+            self.trained: list[torch.Tensor] = []
+            self.validated: list[torch.Tensor] = []
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            self.trained.append(self.net.weight.detach().clone())
+            return self.net(batch).square().mean()
+
+        def validation_step(self, batch: torch.Tensor, index: int) -> None:
+            self.validated.append(self.net.weight.detach().clone())
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    module = Linear()
+    data = torch.utils.data.DataLoader(torch.randn(7, 4, generator=torch.Generator().manual_seed(comm.rank)))
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=2,
+        strategy="ddp",
+        plugins=[started_processes()],
+        use_distributed_sampler=False,
+        max_epochs=2,
+        limit_val_batches=1,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        enable_checkpointing=False,
+        callbacks=[AttachStrategy("Local(Mean(), every=4)")],
+    )
+    trainer.fit(module, data, data)
+    trainer.save_checkpoint(folder / "ended.ckpt")
+    return module.trained, module.validated, module.net.weight.detach()
 
 
 def metrics_worker(comm: tw.comm.Communicator) -> float:
@@ -205,7 +276,18 @@ def lightning_works(folder: Path) -> None:
     for (whole, resumed), keys in spawn(2, partial(lightning_worker, folder=folder)):
         assert torch.equal(whole, resumed)
         assert "state_dict" in keys and "thinwire" not in keys
+    (trained, validated, ended), (others, _, other_end) = spawn(2, partial(lightning_own_models_worker, folder=folder))
+    # Of 14 steps, 4, 8 and 12 are followed by a round; validation comes before all, after 7 and after 14.
+    differs = [not torch.equal(a, b) for a, b in zip(trained, others, strict=True)]
+    assert differs == [False, True, True, True] * 3 + [False, True]
+    first, second, last = validated
+    assert torch.equal(first, trained[0]) and torch.equal(last, ended) and torch.equal(ended, other_end)
+    torch.testing.assert_close(second, (trained[7] + others[7]) / 2)
+    saved = torch.load(folder / "ended.ckpt", weights_only=False)
+    for model in (saved["state_dict"], *(saved["thinwire"][f"own of rank{rank}"]["model"] for rank in (0, 1))):
+        assert torch.equal(model["net.weight"], ended)
     lightning_resumes(folder)
+    lightning_resumes_with_own_models(folder / "own")
 
 
 def accelerate_resumes(folder: Path) -> None:
@@ -225,15 +307,36 @@ def accelerate_resumes(folder: Path) -> None:
     assert again["rank1"]["progress"]["step"] == 2 * saved["rank1"]["progress"]["step"] > 0
 
 
+def accelerate_saves_own_models(folder: Path) -> None:
+    example = [*TORCHRUN, str(TRAINERS / "accelerate_digits.py"), "--strategy", LOCAL]
+    run(example, "--epochs", 1, "--output", folder / "first")
+    saved = torch.load(folder / "first" / "custom_checkpoint_0.pkl", weights_only=False)
+    assert_mean(weights(folder / "first" / "model.safetensors"), saved)
+    run(example, "--epochs", 0, "--output", folder / "second", "--resume", folder / "first")
+    again = torch.load(folder / "second" / "custom_checkpoint_0.pkl", weights_only=False)
+    assert_equal_states(again, saved)  # each worker took up its own
+    assert_equal(folder / "first" / "model.safetensors", folder / "second" / "model.safetensors")
+
+
+def accelerate_works(folder: Path) -> None:
+    accelerate_resumes(folder)
+    accelerate_saves_own_models(folder / "own")
+
+
 def transformers_worker(comm: tw.comm.Communicator, folder: Path, damaged: bytes) -> str:
     """What a worker says of a checkpoint whose file of rank 1 has only these bytes; without any, there is no file."""
-    from thinwire.integrations.transformers import CompressGradients
+    from thinwire.integrations.transformers import AttachStrategy
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
     callbacks = SimpleNamespace(callbacks=[])
-    trainer = SimpleNamespace(model_wrapped=model, accelerator=SimpleNamespace(scaler=None), callback_handler=callbacks)
+    trainer = SimpleNamespace(
+        model_wrapped=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        accelerator=SimpleNamespace(scaler=None),
+        callback_handler=callbacks,
+    )
     arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir=str(folder))
-    callback = CompressGradients(trainer, tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()))
+    callback = AttachStrategy(trainer, "Gradients(Mean(TopK(0.5), ErrorFeedback()))")
     callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
     model(torch.ones(1, 2)).sum().backward()
     callback.on_save(arguments, SimpleNamespace(global_step=3), None)
@@ -245,14 +348,44 @@ def transformers_worker(comm: tw.comm.Communicator, folder: Path, damaged: bytes
     return str(found.value)
 
 
+def transformers_own_models_worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights of a model of a worker's own while its trainer evaluates it, after that, and when training has ended."""
+    from thinwire.integrations.transformers import AttachStrategy
+
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    trainer = SimpleNamespace(
+        model_wrapped=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
+        accelerator=SimpleNamespace(scaler=None),
+        callback_handler=SimpleNamespace(callbacks=[]),
+        **dict.fromkeys(("evaluate", "predict", "save_model"), lambda: model.module.weight.detach().clone()),
+    )
+    arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir="")
+    callback = AttachStrategy(trainer, "Local(Mean(), every=4)")
+    callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
+    model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+    trainer.optimizer.step()
+    seen = [trainer.evaluate(), trainer.predict(), trainer.save_model()]
+    assert all(torch.equal(one, seen[0]) for one in seen)
+    own = model.module.weight.detach().clone()
+    callback.on_train_end(arguments, SimpleNamespace(global_step=1), None)
+    assert torch.equal(trainer.evaluate(), model.module.weight)  # no longer together
+    return seen[0], own, model.module.weight.detach()
+
+
 def transformers_works(folder: Path) -> None:
     for damaged, expected in (
-        (b"", "no memory to resume from at"),
+        (b"", "no state to resume from at"),
         (b"half", r"cannot read .*thinwire-rank1.pt \(.+\)"),
     ):
         first, second = spawn(2, partial(transformers_worker, folder=folder, damaged=damaged))
         assert first == second and re.match(f"rank 1: .*{expected}", first), first
+    (evaluated, own, ended), (same, other, same_end) = spawn(2, transformers_own_models_worker)
+    assert torch.equal(evaluated, same) and not torch.equal(own, other)
+    torch.testing.assert_close(evaluated, (own + other) / 2)
+    assert torch.equal(ended, same_end) and torch.equal(ended, evaluated)
     transformers_resumes(folder)
+    transformers_resumes_with_own_models(folder / "own")
 
 
 def transformers_resumes(folder: Path) -> None:
@@ -265,6 +398,18 @@ def transformers_resumes(folder: Path) -> None:
     assert_shown(rows[-1])
     whole = folder / "checkpoint-40"
     assert {f.name for f in whole.glob("thinwire-*")} == {"thinwire-rank0.pt", "thinwire-rank1.pt"}
+    whole.rename(folder / "whole")
+    run(example, "--steps", 40, "--output", folder, "--resume", folder / "checkpoint-20")
+    assert_equal(folder / "whole" / "model.safetensors", folder / "checkpoint-40" / "model.safetensors")
+
+
+def transformers_resumes_with_own_models(folder: Path) -> None:
+    example = [*TORCHRUN, str(TRAINERS / "transformers_gpt.py"), "--strategy", LOCAL]
+    printed = run(example, "--steps", 40, "--output", folder)
+    assert times_fewer(printed) > 8  # two checkpoints and the end send the model itself
+    whole = folder / "checkpoint-40"
+    saved = torch.load(whole / "thinwire-rank0.pt") | torch.load(whole / "thinwire-rank1.pt")
+    assert_mean(weights(whole / "model.safetensors"), saved)
     whole.rename(folder / "whole")
     run(example, "--steps", 40, "--output", folder, "--resume", folder / "checkpoint-20")
     assert_equal(folder / "whole" / "model.safetensors", folder / "checkpoint-40" / "model.safetensors")
@@ -291,6 +436,10 @@ def assert_equal_states(a: Any, b: Any) -> None:
         assert a.keys() == b.keys()
         for key in a:
             assert_equal_states(a[key], b[key])
+    elif isinstance(a, (list, tuple)):
+        assert len(a) == len(b)
+        for one, other in zip(a, b, strict=True):
+            assert_equal_states(one, other)
     else:
         assert torch.equal(a, b) if isinstance(a, torch.Tensor) else a == b
 
@@ -303,7 +452,7 @@ def test_lightning(tmp_path):
 
 
 def test_accelerate(tmp_path):
-    with_forked_programs(["accelerate", "sklearn.datasets", "torch.distributed.run"], accelerate_resumes, tmp_path)
+    with_forked_programs(["accelerate", "sklearn.datasets", "torch.distributed.run"], accelerate_works, tmp_path)
 
 
 def test_transformers(tmp_path):

@@ -330,13 +330,17 @@ def test_models_that_differ_are_an_error_on_all_workers(kind, change, message):
 
 
 @every_strategy
-def test_a_model_in_ddp_is_refused(kind, tmp_path):
+def test_a_part_in_ddp_is_refused(kind, tmp_path):
     torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
     try:
         model = nn.Sequential(nn.parallel.DistributedDataParallel(nn.Linear(2, 2)))
-        for wrapped, part in ((model, "part '0' of the model"), (model[0], "the model")):
-            with pytest.raises(ValueError, match=f"{CALLS[kind]}: {part} is wrapped in DistributedDataParallel"):
-                run(1, lambda comm, wrapped=wrapped: ATTACH[kind](wrapped, sgd(wrapped), comm))
+        with pytest.raises(ValueError, match=f"{CALLS[kind]}: part '0' of the model is wrapped in Distributed"):
+            run(1, lambda comm: ATTACH[kind](model, sgd(model), comm))
+        for strategy in ("Gossip(Mix())", "Local(Mean(), every=2)", "Gradients(Mean())"):
+            with pytest.raises(
+                ValueError, match="and a model in DistributedDataParallel, which has workers of its own"
+            ):
+                tw.attach(model[0], sgd(model), strategy, replicas=torch.distributed.group.WORLD)
     finally:
         torch.distributed.destroy_process_group()
 

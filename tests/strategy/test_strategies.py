@@ -186,6 +186,36 @@ def test_a_model_in_ddp_has_buckets_of_its_own_and_compares_options():
     spawn(2, ddp_worker)
 
 
+def own_model_worker(comm, text, in_ddp):
+    """Weights after steps whose workers take unequal numbers of passes; the gradient of a pass after the strategy has ended."""
+    torch.manual_seed(comm.rank)
+    plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+    model = DistributedDataParallel(plain, find_unused_parameters=True) if in_ddp else plain
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    data = torch.Generator().manual_seed(comm.rank)
+    with tw.attach(model, optimizer, text, seed=3):
+        for step in range(6):
+            optimizer.zero_grad()
+            for _ in range(1 + 2 * ((comm.rank + step) % 2)):  # a collective of DDP would find no partner
+                model(torch.randn(5, 3, generator=data)).square().mean().backward()
+            optimizer.step()
+    ended = [t.clone() for t in plain.state_dict().values()]
+    model.zero_grad()
+    model(torch.full((5, 3), 1.0 + comm.rank)).sum().backward()
+    return ended, [p.grad for p in plain.parameters()]
+
+
+@pytest.mark.parametrize("text", ["Local(Mean(QSGD(bits=4)), every=2, outer=OuterSGD(0.7))", "Gossip(Mix())"])
+def test_under_a_strategy_with_own_models_ddp_sends_nothing(text):
+    within, without = (spawn(2, own_model_worker, text, in_ddp) for in_ddp in (True, False))
+    for (ours, _), (theirs, _) in zip(within, without, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    (_, first), (_, second) = within  # DDP averages again
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    (_, first), (_, second) = without
+    assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
 def test_the_door_checks_momentum_before_it_attaches():
     def worker(comm):
         model = nn.Linear(2, 2)

@@ -72,6 +72,14 @@ def uneven_inputs(comm):
     return fingerprint(model)
 
 
+def local_in_ddp(comm):
+    model = DistributedDataParallel(make())
+    optimizer = sgd(model)
+    with tw.local_updates(model, optimizer, BITS, every=3):  # the last round follows the last step
+        steps(model, optimizer, data(comm))
+    return fingerprint(model)
+
+
 def lora(comm):
     model = make()
     model[0].requires_grad_(False)
@@ -236,6 +244,7 @@ WORKS: dict[str, Callable] = {
     "DDP with `static_graph`": with_ddp(static_graph=True),
     "DDP with `gradient_as_bucket_view`": with_ddp(gradient_as_bucket_view=True),
     "DDP with small buckets": with_ddp(bucket_cap_mb=1e-4),
+    "DDP, local updates and gossip": local_in_ddp,
     "uneven inputs, `ddp.join()`": uneven_inputs,
     "LoRA and other frozen layers": lora,
     "a moving average of the weights, `AveragedModel`": ema,

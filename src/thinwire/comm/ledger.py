@@ -61,7 +61,8 @@ class Ledger:
     Args:
         size: number of workers, W.
         dense_numel: elements that were averaged, by whatever means, for the comparison with dense averaging.
-        num_steps: optimizer steps, where the strategy does not send in each of them (`local_updates`).
+        num_steps: optimizer steps, where the strategy does not send in each of them (`Local`).
+        step_numel: elements that dense training would have averaged in these steps; they count in place of `dense_numel`.
         peak_bytes_sent: the most that one round of that strategy sent.
 
     Example:
@@ -76,6 +77,7 @@ class Ledger:
     dense_numel: int = 0
     collectives: dict[str, Traffic] = field(default_factory=dict)
     num_steps: int = 0
+    step_numel: int = 0
     peak_bytes_sent: int = 0
 
     def record(self, collective: str, messages: int, bytes_sent: int, bytes_received: int) -> None:
@@ -90,9 +92,10 @@ class Ledger:
         """Adds what a call that is recorded already turned out to receive, where its size was not known before."""
         self.collectives[collective].bytes_received += num_bytes
 
-    def count_step(self) -> None:
-        """Notes an optimizer step, for `mean_bytes_sent`."""
+    def count_step(self, numel: int) -> None:
+        """Notes an optimizer step on so many elements, in which dense training would have averaged them."""
         self.num_steps += 1
+        self.step_numel += numel
 
     def record_round(self, num_bytes: int) -> None:
         """Notes that one round sent `num_bytes`, for `peak_bytes_sent`; they are recorded by collective already."""
@@ -120,13 +123,16 @@ class Ledger:
 
     @property
     def dense_fp32_bytes(self) -> int:
-        """Bytes that a ring all-reduce of the same elements in float32 sends per worker: 2 (W-1)/W 4n."""
-        return ring_all_reduce_bytes(self.size, 4 * self.dense_numel)
+        """Bytes that ring all-reduces of the same elements in float32 send per worker: 2 (W-1)/W 4n.
+
+        Where a strategy does not send in each step, those of the gradients of all steps.
+        """
+        return ring_all_reduce_bytes(self.size, 4 * (self.step_numel or self.dense_numel))
 
     @property
     def dense_bf16_bytes(self) -> int:
         """The same in bfloat16: 2 (W-1)/W 2n."""
-        return ring_all_reduce_bytes(self.size, 2 * self.dense_numel)
+        return ring_all_reduce_bytes(self.size, 2 * (self.step_numel or self.dense_numel))
 
     def snapshot(self) -> Ledger:
         """A copy that later calls leave alone."""
@@ -140,8 +146,14 @@ class Ledger:
             for name, traffic in self.snapshot().collectives.items()
         }
         added = {name: traffic for name, traffic in added.items() if traffic.calls}
-        dense, steps = self.dense_numel - snapshot.dense_numel, self.num_steps - snapshot.num_steps
-        return Ledger(self.size, dense, added, steps, self.peak_bytes_sent)
+        return Ledger(
+            self.size,
+            self.dense_numel - snapshot.dense_numel,
+            added,
+            self.num_steps - snapshot.num_steps,
+            self.step_numel - snapshot.step_numel,
+            self.peak_bytes_sent,
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """All counts as plain values, to be restored."""
@@ -149,7 +161,7 @@ class Ledger:
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned: counts go on from there."""
-        self.dense_numel = saved["dense_numel"]
+        self.dense_numel, self.step_numel = saved["dense_numel"], saved["step_numel"]
         self.num_steps, self.peak_bytes_sent = saved["num_steps"], saved["peak_bytes_sent"]
         self.collectives = {name: Traffic(**traffic) for name, traffic in saved["collectives"].items()}
 

@@ -3,16 +3,22 @@
     lightning       a Lightning callback
     transformers    a callback for the Trainer of Transformers
     accelerate      a call after `Accelerator.prepare`
-    state           the state of all workers as one object, for trainers that save on one worker alone
+    state           the state of a worker, or of all as one object, for the trainer's checkpoints
 
-An adapter attaches `thinwire.compress_gradients` when the trainer has wrapped its model in DDP, saves the memory of all
-workers in the trainer's checkpoints, and shows bytes and waiting time in the trainer's own log.
+An adapter attaches any strategy with an averager when the trainer has wrapped its model in DDP, saves what each worker has
+for itself in the trainer's checkpoints, and shows bytes and waiting time in the trainer's own log. Where each worker has a
+model of its own, the trainer saves and evaluates the mean of all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+from ..algorithm import require
+from ..attaching import strategy_of
+from ..strategy.strategy import Averaging, Strategy
 
 
 @contextmanager
@@ -28,3 +34,17 @@ def trainer_package(name: str) -> Iterator[None]:
             "thinwire's sources: pip install '.[trainers]'",
             name=name,
         ) from None
+
+
+def averaging(strategy: Strategy[Any] | str) -> Averaging[Any]:
+    """The strategy, read if it is text.
+
+    Raises:
+        ValueError: the text cannot be read, or the strategy has no averager.
+    """
+    found = strategy_of(strategy)
+    require(
+        isinstance(found, Averaging), f"{found} is for sharded models, which trainers do not make; use another strategy"
+    )
+    assert isinstance(found, Averaging)
+    return found

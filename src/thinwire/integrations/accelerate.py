@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
+from .. import attaching
 from ..algorithm import require
-from ..average import Averager
-from ..strategy import Attachment, GradientCompression, compress_gradients
-from . import trainer_package
+from ..strategy import Attachment, AveragerAttachment
+from ..strategy.strategy import Averaging
+from . import averaging, trainer_package
 from .numbers import numbers, summary
 from .state import AllWorkersState
 
@@ -17,34 +19,53 @@ with trainer_package("accelerate"):
     from accelerate import Accelerator
 
 
-def attach(accelerator: Accelerator, model: nn.Module, averager: Averager, **options: Any) -> GradientCompression:
-    """Average the gradients of a prepared model, and keep the memory of all workers in `accelerator.save_state`.
+def attach(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    strategy: Averaging[Any] | str,
+    **options: Any,
+) -> AveragerAttachment:
+    """Set a strategy to work on a prepared model, and keep what each worker has for itself in `accelerator.save_state`.
+
+    Where each worker has a model of its own, `save_state` saves the mean of all as the model, and beside it all workers'
+    models and optimizers, so that `load_state` goes on bit for bit.
 
     Args:
         accelerator: the one that prepared the model.
-        model: what `accelerator.prepare` returned: a model in DDP.
-        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
-        options: further arguments of `compress_gradients`.
+        model, optimizer: what `accelerator.prepare` returned: a model in DDP, and its optimizer.
+        strategy: such as `Gradients(Mean(TopK(0.01), ErrorFeedback()))`, or its notation.
+        options: further arguments of `thinwire.attach`.
 
     Returns:
-        The strategy; `log` shows what it counts.
+        The strategy at work; `log` shows what it counts.
 
     Raises:
-        ValueError: there is one process only, or the model is sharded.
+        ValueError: there is one process only, or the strategy does not suit the model.
 
     Example:
         >>> from thinwire.integrations.accelerate import attach
         >>> # model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        >>> # handle = attach(accelerator, model, tw.Mean(tw.QSGD(bits=4)))
+        >>> # handle = attach(accelerator, model, optimizer, tw.Gradients(tw.Mean(tw.QSGD(bits=4))))
     """
     require(
         accelerator.num_processes > 1,
         "attach: there is one process, and nothing to average; start several with torchrun --nproc-per-node N, or on GPUs with "
         "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )
-    handle = compress_gradients(model, averager, scaler=accelerator.scaler, **options)
+    handle: AveragerAttachment = attaching.attach(
+        model, optimizer, averaging(strategy), scaler=accelerator.scaler, **options
+    )
     # Accelerate calls `state_dict` on all workers, and writes what one of them returns.
-    accelerator.register_for_checkpointing(AllWorkersState(handle))
+    state = AllWorkersState(handle, model, [optimizer])
+    accelerator.register_for_checkpointing(state)
+    if handle.models_differ:
+
+        def save_mean(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
+            weights[place] = state.mean_model()
+
+        accelerator.register_save_state_pre_hook(save_mean)
     return handle
 
 

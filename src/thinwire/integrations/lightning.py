@@ -1,13 +1,15 @@
-"""Lightning: a callback that averages gradients with thinwire. Needs the package `lightning`."""
+"""Lightning: a callback that sets a strategy to work. Needs the package `lightning`."""
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any
 
-from ..average import Averager
+from ..attaching import attach
 from ..comm import ProcessGroupCommunicator
-from ..strategy import GradientCompression, compress_gradients
-from . import trainer_package
+from ..strategy import AveragerAttachment, GradientCompression
+from ..strategy.strategy import Averaging
+from . import averaging, trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
@@ -15,34 +17,38 @@ with trainer_package("lightning"):
     import lightning.pytorch as pl
 
 
-class CompressGradients(pl.Callback):
-    """Averages the gradients of a DDP training with `averager`.
+class AttachStrategy(pl.Callback):
+    """Sets a strategy to work in a DDP training.
 
     The callback attaches when training begins, and tells schedules the epoch. It logs bytes, savings and waiting time every
-    `log_every_n_steps` of the trainer, and shows them in the progress bar. It saves the memory of all workers in the
+    `log_every_n_steps` of the trainer, and shows them in the progress bar. It saves the states of all workers in the
     trainer's checkpoints. Lightning registers communication hooks on CUDA only; this callback works on every device.
     With one device there is nothing to average, and the callback does nothing.
 
+    Where each worker has a model of its own, the trainer validates and saves the mean of all workers, and ends with it. Its
+    checkpoints also hold all workers' models and optimizers, so that a resumed run goes on bit for bit.
+
     Args:
-        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
-        seed: seed of the codec's random numbers; the same on all workers.
-        on_nonfinite: what to do if the gradients of a step are not finite; see `compress_gradients`.
+        strategy: such as `Gradients(Mean(TopK(0.01), ErrorFeedback()))`, or its notation.
+        options: further arguments of `thinwire.attach`.
 
     Raises:
-        ValueError: when training begins, if Lightning has sharded the model, or if averager and optimizer both apply
-            momentum.
+        ValueError: the strategy cannot be read; when training begins, if it does not suit the model, such as one that
+            Lightning has sharded, or if averager and optimizer both apply momentum.
 
     Example:
         >>> import thinwire as tw
-        >>> from thinwire.integrations.lightning import CompressGradients
-        >>> callback = CompressGradients(tw.Mean(tw.QSGD(bits=4)))
+        >>> from thinwire.integrations.lightning import AttachStrategy
+        >>> callback = AttachStrategy(tw.Gradients(tw.Mean(tw.QSGD(bits=4))))
         >>> # trainer = lightning.Trainer(strategy="ddp", devices=4, callbacks=[callback])
     """
 
-    def __init__(self, averager: Averager, *, seed: int = 0, on_nonfinite: str = "skip"):
-        self._averager, self._seed, self._on_nonfinite = averager, seed, on_nonfinite
+    def __init__(self, strategy: Averaging[Any] | str, **options: Any):
+        self._strategy, self._options = averaging(strategy), options
         self._saved: dict[str, Any] | None = None
-        self.handle: GradientCompression | None = None
+        self.handle: AveragerAttachment | None = None
+        self._state: AllWorkersState | None = None
+        self._mean = ExitStack()  # of workers, while the trainer validates
         self._is_attached = self._has_failed = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -50,16 +56,20 @@ class CompressGradients(pl.Callback):
         if trainer.world_size == 1:
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # only mixed precision in float16 has one
-        model = trainer.strategy.model
+        model, optimizers = trainer.strategy.model, trainer.optimizers
         assert model is not None, "Lightning sets up its strategy before on_fit_start"
-        self.handle = compress_gradients(
-            model, self._averager, scaler=scaler, seed=self._seed, on_nonfinite=self._on_nonfinite
-        )
+        optimizer = optimizers[0] if len(optimizers) == 1 else None
+        self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        self._state = AllWorkersState(self.handle, pl_module, optimizers)
         self._is_attached, self._has_failed = True, False
-        for optimizer in trainer.optimizers:  # else their first step would find out
-            self.handle.check_optimizer(optimizer)
-        if self._saved is not None:
-            AllWorkersState(self.handle).load_state_dict(self._saved)
+        if isinstance(self.handle, GradientCompression):
+            for one in optimizers:  # else their first step would find out
+                self.handle.check_optimizer(one)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on from what was saved, once Lightning has loaded its optimizers."""
+        if self._state is not None and self._saved is not None:
+            self._state.load_state_dict(self._saved)
             self._saved = None
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -78,32 +88,54 @@ class CompressGradients(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Put the memory of all workers into the checkpoint. Lightning calls this on all workers."""
+        """Put the states of all workers into the checkpoint. Lightning calls this on all workers."""
         # After an error other workers need not come here, so nothing is gathered.
-        if self.handle is None or self._has_failed:
+        if self._state is None or self._has_failed:
             return
-        state = AllWorkersState(self.handle)
         if self._is_attached:
-            checkpoint["thinwire"] = state.state_dict()
+            if self._strategy.models_differ:
+                checkpoint["state_dict"] = self._state.mean_model()
+            checkpoint["thinwire"] = self._state.state_dict()
         else:  # `save_checkpoint` after `fit`, which closed the handle's communicator
             with ProcessGroupCommunicator() as comm:
-                checkpoint["thinwire"] = state.state_dict(comm)
+                checkpoint["thinwire"] = self._state.state_dict(comm)
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Keep the saved memory until the model is wrapped. `validate`, `test` and `predict` have no use for it."""
+        """Keep the saved states until training begins. `validate`, `test` and `predict` have no use for it."""
         if trainer.state.fn == "fit":
             self._saved = checkpoint.get("thinwire")
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Validate the mean of all workers."""
+        if self.handle is not None and self._is_attached and self._strategy.models_differ:
+            self._mean.enter_context(self.handle.average_model())
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take this worker's own model again."""
+        self._mean.close()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop averaging; models that differ become their mean."""
+        if self._state is not None and self._strategy.models_differ:
+            mean = self._state.mean_model()
+            self._detach()
+            pl_module.load_state_dict(mean)
+
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop averaging."""
-        if self.handle is not None and stage == "fit":
-            self._is_attached = False
-            self.handle.detach()
+        if stage == "fit":
+            self._detach()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """Stop averaging, so that the process can end."""
         # Lightning does not call `teardown` of callbacks after an error.
-        self.teardown(trainer, pl_module, "fit")
+        self._mean.close()
+        self._detach()
         self._has_failed = True
+
+    def _detach(self) -> None:
+        if self.handle is not None:
+            self._is_attached = False
+            self.handle.detach()

@@ -2,66 +2,89 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..algorithm import require
-from ..average import Averager
+from ..attaching import attach
 from ..comm import ProcessGroupCommunicator
-from ..strategy import GradientCompression, compress_gradients
-from . import trainer_package
+from ..strategy import AveragerAttachment
+from ..strategy.strategy import Averaging
+from . import averaging, trainer_package
 from .numbers import numbers, summary
+from .state import WorkerState
 
 with trainer_package("transformers"):
     from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 
-class CompressGradients(TrainerCallback):
-    """Averages the gradients of a `Trainer` on several processes with `averager`.
+class AttachStrategy(TrainerCallback):
+    """Sets a strategy to work in a `Trainer` on several processes.
 
     The callback attaches when training begins, and tells schedules the epoch. It adds bytes, savings and waiting time to the
-    trainer's log, and shows them in its progress bar. It saves each worker's memory beside the trainer's checkpoint, in
+    trainer's log, and shows them in its progress bar. It saves each worker's state beside the trainer's checkpoint, in
     `checkpoint-N/thinwire-rankR.pt`. With one process there is nothing to average, and the callback does nothing.
+
+    Where each worker has a model of its own, the trainer evaluates and saves the mean of all workers, and ends with it. The
+    states of a worker's model and optimizer are in its own file, so that a resumed run goes on bit for bit.
 
     Args:
         trainer: the trainer to attach to; it must not be training yet.
-        averager: such as `Mean(TopK(0.01), ErrorFeedback())`.
+        strategy: such as `Local(Mean(QSGD(bits=4)), every=30, outer=OuterSGD())`, or its notation.
         resume_from: folder of the checkpoint that training continues; by default `checkpoint-N` in the output folder,
             where N is the step at which the trainer resumes.
-        options: further arguments of `compress_gradients`.
+        options: further arguments of `thinwire.attach`.
 
     Raises:
-        ValueError: when training begins, if the model is sharded, or a resumed checkpoint lacks the memory of any worker.
+        ValueError: the strategy cannot be read; when training begins, it does not suit the model, or a resumed checkpoint lacks
+            the state of any worker.
 
     Example:
-        >>> from thinwire.integrations.transformers import CompressGradients
+        >>> from thinwire.integrations.transformers import AttachStrategy
         >>> # trainer = transformers.Trainer(model, args, train_dataset=data)
-        >>> # CompressGradients(trainer, tw.Mean(tw.QSGD(bits=4)))
+        >>> # AttachStrategy(trainer, tw.Gradients(tw.Mean(tw.QSGD(bits=4))))
         >>> # trainer.train()
     """
 
-    def __init__(self, trainer: Trainer, averager: Averager, *, resume_from: str | Path | None = None, **options: Any):
-        self._trainer, self._averager, self._options = trainer, averager, options
+    def __init__(
+        self,
+        trainer: Trainer,
+        strategy: Averaging[Any] | str,
+        *,
+        resume_from: str | Path | None = None,
+        **options: Any,
+    ):
+        self._trainer, self._strategy, self._options = trainer, averaging(strategy), options
         self._resume_from = resume_from
-        self.handle: GradientCompression | None = None
+        self.handle: AveragerAttachment | None = None
+        self._state: WorkerState | None = None  # while the strategy is attached
+        if self._strategy.models_differ:
+            for name in ("evaluate", "predict", "save_model"):
+                setattr(trainer, name, self._on_mean(getattr(trainer, name)))
         trainer.callback_handler.callbacks.insert(0, self)  # before those that report what `on_log` adds
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Attach to the model, which the trainer has wrapped by now, and restore this worker's memory."""
+        """Attach to the model, which the trainer has wrapped by now, and restore this worker's state."""
         if args.world_size == 1:
             return
         if self.handle is not None:
             self.handle.detach()  # unless the training before ended, with an error
         resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
         saved = _read(self._file(folder, args), args.process_index) if resumes else None
-        model, scaler = self._trainer.model_wrapped, self._trainer.accelerator.scaler
-        self.handle = compress_gradients(model, self._averager, scaler=scaler, **self._options)
+        model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
+        scaler = self._trainer.accelerator.scaler
+        assert optimizer is not None, "the trainer makes its optimizer before on_train_begin"
+        self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        self._state = WorkerState(self.handle, model, [optimizer])
         if saved is not None:
-            self.handle.load_state_dict(saved)
+            self._state.load_state_dict(saved)
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -91,18 +114,33 @@ class CompressGradients(TrainerCallback):
                     bar.set_postfix_str(summary(self.handle))
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Save this worker's memory beside the trainer's checkpoint."""
-        if self.handle is not None:
+        """Save this worker's state beside the trainer's checkpoint."""
+        if self._state is not None:
             folder = self._folder(args, state)
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self.handle.state_dict(), self._file(folder, args))
+            torch.save(self._state.state_dict(), self._file(folder, args))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Stop averaging."""
-        if self.handle is not None:
+        """Stop averaging; models that differ become their mean."""
+        if self.handle is not None and self._state is not None:
+            model, mean = self._state.model, self._state.mean_model() if self._strategy.models_differ else None
+            self._state = None
             self.handle.detach()
+            if mean is not None:
+                model.load_state_dict(mean)
+
+    def _on_mean(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same method of the trainer, with the mean of all workers as the model."""
+
+        @functools.wraps(call)
+        def on_mean(*args: Any, **kwargs: Any) -> Any:
+            attached = None if self._state is None else self.handle
+            with nullcontext() if attached is None else attached.average_model():
+                return call(*args, **kwargs)
+
+        return on_mean
 
     @staticmethod
     def _folder(args: TrainingArguments, state: TrainerState) -> Path:
@@ -116,13 +154,13 @@ class CompressGradients(TrainerCallback):
 
 
 def _read(path: Path, rank: int) -> dict[str, Any]:
-    """The memory that this worker saved. All workers call it together, and all raise the error of any."""
+    """The state that this worker saved. All workers call it together, and all raise the error of any."""
     saved: dict[str, Any] = {}
     mistake = None
     try:
         saved = torch.load(path, map_location="cpu", weights_only=True)
     except FileNotFoundError:
-        mistake = f"rank {rank}: no memory to resume from at {path}; pass resume_from=..."
+        mistake = f"rank {rank}: no state to resume from at {path}; pass resume_from=..."
     except Exception as error:  # of the file, zip, pickle or PyTorch
         mistake = (
             f"rank {rank}: cannot read {path} ({' '.join(str(error).split())[:200]}); resume from another checkpoint"

@@ -5,8 +5,9 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, ClassVar
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from torch import nn
 from ..algorithm import require
 from ..comm import Communicator
 from .base import Attachment, AveragerAttachment
-from .model.ddp import DdpRefusal, refuse_ddp
+from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
 from .model.models import make_equal, trainable, trained_by, updated_by
@@ -30,12 +31,12 @@ class OwnModelAttachment(AveragerAttachment):
 
     Args:
         strategy: the configuration.
-        model: the model.
+        model: the model. One in DDP averages nothing itself until the strategy is detached.
         optimizer: the one that steps on it.
-        runtime: the arguments of `attach`.
+        runtime: the arguments of `attach`; without a communicator and replicas, the workers are those of DDP, or all.
 
     Raises:
-        ValueError: the model is in DDP, or the optimizer is another model's or has no step hooks.
+        ValueError: a part of the model is in DDP, or the optimizer is another model's or has no step hooks.
     """
 
     takes_all: ClassVar[bool] = False
@@ -52,7 +53,10 @@ class OwnModelAttachment(AveragerAttachment):
         optimizer: torch.optim.Optimizer | None,
         runtime: Runtime,
     ):
-        refuse_ddp(self.call, model)
+        ddp, model = unwrapped(self.call, model, runtime.replicas)
+        self._ddp = None if ddp is None else ref(ddp)
+        if ddp is not None and runtime.comm is None:
+            runtime = replace(runtime, replicas=ddp.process_group)
         self._optimizer = stepping_optimizer(self.call, optimizer)
         updated = updated_by(self.call, self._optimizer, model)
         super().__init__(strategy, model, trainable(model) if self.takes_all else updated, runtime)
@@ -118,6 +122,9 @@ class OwnModelAttachment(AveragerAttachment):
         make_equal(self._model, comm, parameters=[name for name, _ in self.parameters])
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
+        if self._ddp is not None and (ddp := self._ddp()) is not None:
+            self._undo.enter_context(ddp.no_sync())
+            ddp.require_forward_param_sync = False  # else the first forward pass sends buffers
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)

@@ -27,7 +27,7 @@ from ...codec import Codec
 from ...comm import Communicator
 from ...membership import check_state
 from ..base import AveragerAttachment
-from ..model.ddp import DdpRefusal, refuse_ddp, wrapped_ddp
+from ..model.ddp import DdpRefusal, unwrapped
 from ..model.mean_model import holding_mean
 from ..model.models import kind_of, make_equal, trainable, values_of
 from ..model.optimizer_step import Arguments, once_gradients_are_there
@@ -63,14 +63,7 @@ class GradientCompression(AveragerAttachment):
     averager: Averager
 
     def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime):
-        ddp = wrapped_ddp(model)
-        module = model if ddp is None else ddp.module
-        refuse_ddp(self.call, module)
-        require(
-            ddp is None or runtime.replicas is None,
-            f"{self.call}: replicas={runtime.replicas} and a model in DistributedDataParallel, which has workers of its own; "
-            "give one",
-        )
+        ddp, module = unwrapped(self.call, model, runtime.replicas)
         self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(strategy, module, trainable(module, self._ignored), runtime)
         self._names = {id(p): name for name, p in self.parameters}

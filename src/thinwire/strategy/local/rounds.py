@@ -157,6 +157,7 @@ class LocalUpdates(OwnModelAttachment):
         with self._attaching() as comm:
             self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
+            self._numel = sum(anchor.numel() for _, anchor in self._anchors)
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
             self._optimizer_states = OptimizerStates(self._optimizer, self.parameters, comm)
@@ -380,7 +381,7 @@ class LocalUpdates(OwnModelAttachment):
         self.comm.stepped()
         step = self._record.step + 1
         self._record.num_steps += 1
-        self.comm.ledger.count_step()
+        self.comm.ledger.count_step(self._numel)
         self._average_optimizer_state()
         for fragment in self._fragments:
             fragment.has_moved = True

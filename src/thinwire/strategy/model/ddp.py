@@ -18,6 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...algorithm import require
+from ...comm import Group
 from ...comm.process_group import num_ranks
 from .models import NamedParameters
 
@@ -31,6 +32,22 @@ def refuse_ddp(call: str, model: nn.Module) -> None:
             f"{call}: {where} is wrapped in DistributedDataParallel, which would average its gradients densely besides; pass "
             "the plain module",
         )
+
+
+def unwrapped(call: str, model: nn.Module, replicas: Group | None) -> tuple[DistributedDataParallel | None, nn.Module]:
+    """The model in DDP, if it is, and the plain module.
+
+    Raises:
+        ValueError: a part of the model is in DDP, or the model and `replicas` both say who the workers are.
+    """
+    ddp = wrapped_ddp(model)
+    module = model if ddp is None else ddp.module
+    refuse_ddp(call, module)
+    require(
+        ddp is None or replicas is None,
+        f"{call}: replicas={replicas} and a model in DistributedDataParallel, which has workers of its own; give one",
+    )
+    return ddp, module
 
 
 _WRAPPERS = (
@@ -77,8 +94,8 @@ class DdpRefusal:
             if p.requires_grad and id(p) in self._names and name not in ddp.parameters_to_ignore:
                 raise ValueError(
                     f"{self._call}: parameter {self._names[id(p)]!r} is trained inside of DistributedDataParallel, which "
-                    "averages its gradient densely besides, so that nothing is saved; train the plain model, or give the "
-                    "wrapped one to compress_gradients"
+                    "averages its gradient densely besides, so that nothing is saved; train the plain model, or attach "
+                    "to the wrapped one"
                 )
 
     def end(self) -> None:

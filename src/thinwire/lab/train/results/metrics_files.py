@@ -62,7 +62,7 @@ COLUMNS = {
     "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",
-    "dense_fp32_bytes": "that rank 0 would have sent so far with dense float32 collectives",
+    "dense_fp32_bytes": "that rank 0 would have sent so far with dense float32 collectives in every step",
     "examples_per_second": "of all workers together, since the last row",
     "seconds": "since the first step began",
     "virtual_seconds": "with --network: seconds of the steps so far on that network, of the slowest worker",
