@@ -64,8 +64,9 @@ def attach(
 
     Raises:
         ValueError: no strategy, or one that does not suit the model: a parameter takes part in another strategy, the model is
-            on the meta device, parameters share memory, or it is sharded without `replicas`. On all workers together, where
-            strategies, seeds, tensors or the layouts of shards differ.
+            on the meta device, parameters share memory, or it is sharded without `replicas`; or an elastic communicator that
+            carries another strategy. On all workers together, where strategies, seeds, tensors or the layouts of shards
+            differ.
 
     Example:
         >>> import torch, thinwire as tw

@@ -22,15 +22,17 @@ worker, to the operating system's counters: beyond these counts, Gloo adds at mo
 headers. A ring all-reduce counts 2 (W-1) messages, its steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its
 tensor into whole elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them);
 the sum over workers, 2 (W-1) n, is exact.
-`TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which
-is 2 (W-1) messages and, in even shards, the same bytes; an all_reduce of at least 2 MiB counts so for each of its pieces. To a
-chunk of a message (256 KiB, or 14 KiB on long lines) it adds 32 bytes, and 32 to acknowledge 512 (or 128) KiB. What is sent
-again, because a connection was lost or a chunk is late, is not in the ledger: `TcpCommunicator.counts` has it. Channels are on
-the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each message, and 32 to each peer four times in the time
-limit.
+`TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which is
+2 (W-1) messages and, in even shards, the same bytes. It cuts large tensors into up to eight pieces that each take as many
+messages, and the ledger counts those of one; two workers that exchange whole tensors send half as many. To a chunk of a
+message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB
+(128 KiB from 3 ms on). What is sent again, because a connection was lost or a chunk is late, is not in the ledger:
+`TcpCommunicator.counts` has it. Channels are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each
+message, and 32 to each peer four times in the time limit.
 NCCL and MPI choose among algorithms of their own: for them the rows of all_reduce, all_gather and broadcast are the
 least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact. NCCL's all_gather
-sends slots of one size, a multiple of 16 bytes, where that pads messages by an eighth at most; padding counts as sent.
+sends slots of one size, a multiple of 16 bytes, where that pads all messages by an eighth and 16 bytes each at most;
+padding counts as sent.
 """
 
 from __future__ import annotations
