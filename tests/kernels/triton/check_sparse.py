@@ -162,7 +162,9 @@ def test_scattered_total():
         sums = clones(xs)
         finite = kernels.scatter.total(sums, [i for i, _ in chosen], [v for _, v in chosen], counts, -0.3)
         finite_too = kernels.scatter.total(xs[2:4], [chosen[1][0][:100]], [chosen[1][1][:100]], [[100, 0]], 1.0)
-        return [*sums, finite, finite_too]
+        nothing = torch.empty(0, dtype=torch.int32, device=DEVICE), torch.empty(0, device=DEVICE)
+        finite_without_segments = kernels.scatter.total([], [nothing[0]], [nothing[1]], [[]], 1.0)
+        return [*sums, finite, finite_too, finite_without_segments]
 
     assert_triton_agrees(compute)
 
