@@ -290,6 +290,8 @@ def test_finite():
         xs, counts = SMALL + LARGE, [2, 0, 3, 0, 1, 1]
         values = torch.ones(7, device=DEVICE)
         kernels.reduce.mark_nonfinite(xs, values, counts)
-        return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, []))]
+        elsewhere = torch.zeros(3, device="meta")  # no kernel may read it
+        mixed = [[*xs, elsewhere], [elsewhere, *xs]]
+        return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, [], *mixed))]
 
     assert_triton_agrees(compute)
