@@ -147,10 +147,11 @@ def test_tables_of_many_buckets_are_kept(launched, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launches, "MAX_KEPT_NUMBERS", 100)
-    for i in range(50):
-        launches.table(DEVICE, tuple(range(i, i + 10)))
-        assert sum(len(row) for key in launches._KEPT for row in key[3:]) <= 100
+    monkeypatch.setattr(launches, "MAX_KEPT_NUMBERS", 640)
+    for size in (1, 200):  # a small table takes 512 bytes too, as 64 numbers do
+        for i in range(50):
+            launches.table(DEVICE, tuple(range(i, i + size)))
+            assert sum(max(64, len(row)) for key in launches._KEPT for row in key[3:]) <= 640
 
 
 @pytest.mark.parametrize(
