@@ -226,11 +226,12 @@ def test_corrupt_codes_are_refused_as_by_the_reference(count, numel):
     assert_triton_agrees(compute)
 
 
+@pytest.mark.parametrize("numel", [10, 2])  # of two elements, both are kept, and nothing is sent
 @pytest.mark.parametrize("indices", [[2, 1], [1, 1], [-1, 1], [1, 10]])
-def test_indices_that_do_not_ascend_are_refused(indices):
-    out = payload_of(kernels.indices.nbytes(2, 10))
+def test_indices_that_do_not_ascend_are_refused(indices, numel):
+    out = payload_of(kernels.indices.nbytes(2, numel))
     with kernels.use_backend("triton"), pytest.raises(ValueError, match="ascending"):
-        kernels.indices.encode(torch.tensor(indices, dtype=torch.int32, device=DEVICE), [2], [10], out)
+        kernels.indices.encode(torch.tensor(indices, dtype=torch.int32, device=DEVICE), [2], [numel], out)
         kernels.flags.check_faults(out.device)
 
 
