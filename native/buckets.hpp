@@ -190,9 +190,10 @@ struct Part {
 
 constexpr size_t kCached = 8 * kChunk;  // elements that stay in the first-level cache while all payloads are added
 
-// Whether every sum of decoded elements must be finite, because no magnitude exceeds its bucket's scale. Cheaper than
-// checking the sums.
-THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t first, size_t last, float weight) {
+// Whether every sum of decoded elements must be finite, because no magnitude exceeds its bucket's scale times `most`. Cheaper
+// than checking the sums.
+THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t first, size_t last, float weight,
+                                  double most) {
     double bound = 0;
     for (const Part& part : parts) {
         float largest = 0;
@@ -203,15 +204,17 @@ THINWIRE_INLINE bool surely_finite(const std::vector<Part>& parts, size_t first,
         }
         bound += largest;
     }
-    return bound * std::fabs(weight) < 0x1p126;  // with room for rounding
+    return bound * most * std::fabs(weight) < 0x1p126;  // with room for rounding
 }
 
-// Writes the sum of all parts, in their order; returns whether it is finite.
+// Writes the sum of all parts, in their order; returns whether it is finite. `rule.most(bits)` is the largest magnitude of a
+// code's value, in units of the scale.
 template <typename Code, typename Rule>
 THINWIRE_INLINE bool sum_range(const Rule& rule, const std::vector<Part>& parts, float* out, size_t begin, size_t stop,
                                float weight, Buckets buckets) {
     bool finite = true;
-    const bool sure = surely_finite(parts, begin / buckets.size, num_buckets(stop, buckets.size), weight);
+    const double most = rule.most(buckets.bits);
+    const bool sure = surely_finite(parts, begin / buckets.size, num_buckets(stop, buckets.size), weight, most);
     for (size_t at = begin; at < stop; at += kCached) {
         const size_t end = std::min(stop, at + kCached);
         decode_range<Code, false>(rule, parts[0].scales, parts[0].codes, out, at, end, weight, buckets);

@@ -54,6 +54,11 @@ struct Uniform {
         return scale / static_cast<float>(num_steps) * weight;
     }
 
+    // A corrupt code may be beyond the last level.
+    THINWIRE_INLINE double most(int bits) const {
+        return std::max(1.0, 2.0 * ((1 << bits) - 1) / num_steps - 1.0);
+    }
+
     THINWIRE_INLINE void decode(const Code* codes, size_t n, float step, float* out) const {
         const int last = num_steps;
         THINWIRE_INDEPENDENT

@@ -313,6 +313,15 @@ def test_pack_indices_refuses_what_it_cannot_code(indices):
         packed_indices(indices, [2], [10])
 
 
+def test_a_sum_of_codes_beyond_the_last_level_may_be_infinite():
+    """A corrupt payload's values exceed its scales, so that these do not tell whether the sum is finite."""
+    quantizer, out = Quantizer(bits=14, num_steps=1, bucket_size=64), torch.empty(64)
+    payload = torch.full((quantizer.nbytes([64]),), 255, dtype=torch.uint8)
+    payload[:4] = torch.tensor([1e35]).view(torch.uint8)
+    assert not kernels.quantize.decode_sum([payload], [out], 1.0, quantizer)
+    assert out.isinf().all()
+
+
 @pytest.mark.parametrize("numel", [0, 1, 100, 40_000])
 def test_all_finite(numel):
     xs = [gaussian(100), gaussian(numel)]

@@ -19,7 +19,7 @@ from torch import Tensor
 from . import bits as bit
 from . import quantize
 from .backend import kernel
-from .checks import check_length, device_of, numels_of, payload_bytes, segments, vector
+from .checks import MAX_SEGMENT_NUMEL, check_length, device_of, numels_of, payload_bytes, segments, vector
 from .flags import Flag
 from .quantize import Quantizer
 from .random import hash_of
@@ -125,7 +125,7 @@ def decode(payload: Tensor, numel: int, bits: int) -> Tensor:
         bits: as given to `encode`.
     """
     out = torch.empty(numel + 1, device=payload.device)
-    quantize.decode_sum([payload], [out], 1.0, _quantizer(numel, bits))
+    quantize.decode_sum([payload], [out], 1.0, _quantizer(bits))
     return out[:-1]
 
 
@@ -158,7 +158,7 @@ def _encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: float) 
     wrapped = wrap(x, modulus)
     # The last value is the largest, so that the bucket's scale is B/2.
     values = torch.cat([wrapped, wrapped.new_full((1,), modulus / 2)])
-    quantize.encode([values], out, [key], _quantizer(x.numel(), bits))
+    quantize.encode([values], out, [key], _quantizer(bits))
     turns = ((x.double() - wrapped.double()) / torch.full_like(x, modulus).double()).round()
     # A cast of NaN or infinity to an integer has no defined result.
     turns = turns.nan_to_num(-MAX_TURNS).clamp(-MAX_TURNS, MAX_TURNS).long()
@@ -197,8 +197,9 @@ def _recover_add(
     return finite([change])
 
 
-def _quantizer(numel: int, bits: int) -> Quantizer:
-    return Quantizer(bits, (1 << bits) - 1, numel + 1)
+def _quantizer(bits: int) -> Quantizer:
+    # One bucket, whatever the size: a GPU's kernels are compiled for each size of buckets.
+    return Quantizer(bits, (1 << bits) - 1, MAX_SEGMENT_NUMEL)
 
 
 def _codes(payload: Tensor, numel: int, bits: int) -> Tensor:

@@ -20,7 +20,7 @@ P = ParamSpec("P")
 
 
 def all_finite(tensors: Sequence[Tensor]) -> Flag:
-    """Whether no element of any tensor is NaN or infinite. Contiguous float32 is fast; any tensor will do.
+    """Whether no element of any tensor is NaN or infinite. Contiguous float32 on one device is fast; any tensor will do.
 
     In main memory this is a `bool`, elsewhere a flag on the device; see `flags.read`.
 
@@ -28,10 +28,9 @@ def all_finite(tensors: Sequence[Tensor]) -> Flag:
         >>> all_finite([torch.ones(3), torch.tensor([float("inf")])])
         False
     """
-    tensors = [t.detach() for t in tensors]
-    if any(t.dtype != torch.float32 or not t.is_contiguous() for t in tensors):
+    tensors, device = [t.detach() for t in tensors], device_of(tensors)
+    if any(t.dtype != torch.float32 or not t.is_contiguous() or t.device != device for t in tensors):
         return finite(tensors)
-    device = next((t.device for t in tensors if t.device.type != "cpu"), torch.device("cpu"))
     return _all_finite.on[device.type]([t.view(-1) for t in tensors])
 
 

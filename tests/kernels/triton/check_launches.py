@@ -54,16 +54,21 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
             return found(tensors, number)
         return tuple([4096 * (i + 1) + address % 64 for i, address in enumerate(found(tensors, number))])
 
-    for name, module in list(sys.modules.items()):
-        for attribute, function in {"launch": count, "pointers": pointers}.items():
-            if name.startswith("thinwire.kernels.triton") and callable(getattr(module, attribute, None)):
-                monkeypatch.setattr(module, attribute, function)
+    everywhere(monkeypatch, "launch", count)
+    everywhere(monkeypatch, "pointers", pointers)
     monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
     monkeypatch.setattr(launches, "_KEPT", {})  # else what other tests have kept may leave too little space
     monkeypatch.setattr(launches, "_kept_numbers", 0)
     yield counter
     with contextlib.suppress(ValueError), kernels.use_backend("triton"):  # what nothing wrote was read as indices
         flags.check_faults(DEVICE)
+
+
+def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, function: Any) -> None:
+    """Replace a function of `kernels.triton.launch` in all modules that import it."""
+    for module_name, module in list(sys.modules.items()):
+        if module_name.startswith("thinwire.kernels.triton") and callable(getattr(module, name, None)):
+            monkeypatch.setattr(module, name, function)
 
 
 def steps(codec: tw.codec.Codec, num_segments: int) -> tuple[Callable[[], Any], Callable[[], Any]]:
@@ -134,6 +139,29 @@ def test_one_call_of_the_codec_for_all_owners(text, launched):
         assert launched.total() == num_once, launched
 
 
+@pytest.mark.parametrize("text", [*CASES, "modular"])
+def test_kernels_are_compiled_once_for_all_sizes(text, launched, monkeypatch):
+    """Triton compiles a kernel for each set of constants, which takes a second."""
+    compiled: set[str] = set()
+    everywhere(
+        monkeypatch, "launch", lambda f, *_, **constants: compiled.add(f"{f.__name__} {sorted(constants.items())}")
+    )
+    found = []
+    for numel in (128_000, 140_800):  # and their hundredths are multiples of 128
+        x, key = torch.zeros(numel, device=DEVICE), Key(0, 0, 0)
+        with kernels.use_backend("triton"):
+            if text == "modular":  # of Moniqua; a payload has one element more
+                payload = torch.zeros(kernels.modular.nbytes(numel - 1, 4), dtype=torch.uint8, device=DEVICE)
+                kernels.modular.encode([x[1:]], payload, 7, 4, 1.0)
+                kernels.modular.decode(payload, numel - 1, 4)
+            else:
+                codec = tw.parse(text)
+                codec.decode_sum([codec.encode([x], [key])], [x], 1.0, [key])
+        found.append(set(compiled))
+        compiled.clear()
+    assert found[0] == found[1] and found[0]
+
+
 def test_tables_of_many_buckets_are_kept(launched, monkeypatch):
     """A gigabyte of parameters in 2,000 matrices, each a bucket of its own: a second step uploads keys only."""
     uploads = []
@@ -147,10 +175,11 @@ def test_tables_of_many_buckets_are_kept(launched, monkeypatch):
 
 
 def test_what_is_kept_is_bounded(launched, monkeypatch):
-    monkeypatch.setattr(launches, "MAX_KEPT_NUMBERS", 100)
-    for i in range(50):
-        launches.table(DEVICE, tuple(range(i, i + 10)))
-        assert sum(len(row) for key in launches._KEPT for row in key[3:]) <= 100
+    monkeypatch.setattr(launches, "MAX_KEPT_NUMBERS", 640)
+    for size in (1, 200):  # a small table takes 512 bytes too, as 64 numbers do
+        for i in range(50):
+            launches.table(DEVICE, tuple(range(i, i + size)))
+            assert sum(max(64, len(row)) for key in launches._KEPT for row in key[3:]) <= 640
 
 
 @pytest.mark.parametrize(

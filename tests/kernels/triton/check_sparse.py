@@ -162,7 +162,9 @@ def test_scattered_total():
         sums = clones(xs)
         finite = kernels.scatter.total(sums, [i for i, _ in chosen], [v for _, v in chosen], counts, -0.3)
         finite_too = kernels.scatter.total(xs[2:4], [chosen[1][0][:100]], [chosen[1][1][:100]], [[100, 0]], 1.0)
-        return [*sums, finite, finite_too]
+        nothing = torch.empty(0, dtype=torch.int32, device=DEVICE), torch.empty(0, device=DEVICE)
+        finite_without_segments = kernels.scatter.total([], [nothing[0]], [nothing[1]], [[]], 1.0)
+        return [*sums, finite, finite_too, finite_without_segments]
 
     assert_triton_agrees(compute)
 
@@ -224,11 +226,12 @@ def test_corrupt_codes_are_refused_as_by_the_reference(count, numel):
     assert_triton_agrees(compute)
 
 
+@pytest.mark.parametrize("numel", [10, 2])  # of two elements, both are kept, and nothing is sent
 @pytest.mark.parametrize("indices", [[2, 1], [1, 1], [-1, 1], [1, 10]])
-def test_indices_that_do_not_ascend_are_refused(indices):
-    out = payload_of(kernels.indices.nbytes(2, 10))
+def test_indices_that_do_not_ascend_are_refused(indices, numel):
+    out = payload_of(kernels.indices.nbytes(2, numel))
     with kernels.use_backend("triton"), pytest.raises(ValueError, match="ascending"):
-        kernels.indices.encode(torch.tensor(indices, dtype=torch.int32, device=DEVICE), [2], [10], out)
+        kernels.indices.encode(torch.tensor(indices, dtype=torch.int32, device=DEVICE), [2], [numel], out)
         kernels.flags.check_faults(out.device)
 
 
@@ -288,6 +291,8 @@ def test_finite():
         xs, counts = SMALL + LARGE, [2, 0, 3, 0, 1, 1]
         values = torch.ones(7, device=DEVICE)
         kernels.reduce.mark_nonfinite(xs, values, counts)
-        return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, []))]
+        elsewhere = torch.zeros(3, device="meta")  # no kernel may read it
+        mixed = [[*xs, elsewhere], [elsewhere, *xs]]
+        return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, [], *mixed))]
 
     assert_triton_agrees(compute)

@@ -57,7 +57,8 @@ def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
 def _encoder_rows(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Tensor, int]:
     """The encoder's table, and its number of tiles."""
     layout, sizes, _ = _layout(counts, numels)
-    first_tile = starts(tiles_of(sizes, BYTES))
+    # A code has a bit for every index at least. Where all are there, it has none, and programs only check the indices.
+    first_tile = starts(tiles_of([max(size, -(-k // 8)) for size, k in zip(sizes, counts, strict=True)], BYTES))
     return uploaded(device, [first_tile[:-1], *layout]), first_tile[-1]
 
 
@@ -139,7 +140,7 @@ def _encode(rows, indices, out, faults, num_segments, search_steps, BYTES: tl.co
         packed = packed | (tl.where(mask, bit, 0) << i)
     tl.store(out + byte, packed.to(tl.uint8), mask=position < size)
 
-    # A code has a bit for every index at least, so that these runs of indices cover all of them.
+    # These runs of indices cover all of them: a program has as many as its bytes have bits.
     item = start * 8 + tl.arange(0, 8 * BYTES)
     value = tl.load(indices + item, mask=item < count, other=0)
     before = tl.load(indices + item - 1, mask=(item < count) & (item > 0), other=-1)

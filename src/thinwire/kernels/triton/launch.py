@@ -73,13 +73,14 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
         result: T | None = _KEPT.get(key)
         if result is None:
             result = make(device, *arguments)
-            _keep(key, result, sum(len(part) for part in arguments if isinstance(part, tuple)))
+            _keep(key, result, LEAST_NUMBERS + sum(len(part) for part in arguments if isinstance(part, tuple)))
         return result
 
     return get
 
 
-MAX_KEPT_NUMBERS = 1 << 20  # in the arguments of all that is kept: a bucket of 300 tensors takes a few thousand
+LEAST_NUMBERS = 64  # that a table counts as, beside those in its arguments: it takes 512 bytes on a GPU, however small
+MAX_KEPT_NUMBERS = 1 << 21  # of all tables: a bucket of 300 tensors takes a few thousand
 _KEPT: dict[tuple[Any, ...], Any] = {}
 _LOCK = threading.Lock()
 _kept_numbers = 0

@@ -55,7 +55,8 @@ def total(
     outs: list[Tensor], indices: list[Tensor], values: list[Tensor], counts: list[list[int]], weight: float
 ) -> Flag:
     device = indices[0].device
-    torch._foreach_zero_(outs)
+    if outs:  # PyTorch refuses an empty list
+        torch._foreach_zero_(outs)
     flag = torch.ones((), dtype=torch.bool, device=device)  # whether all sums are finite
     for index, value, count in zip(indices, values, counts, strict=True):
         _start(outs, index, value, count, weight, "total", flag)
