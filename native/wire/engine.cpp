@@ -114,6 +114,7 @@ struct Engine::Operation {
     size_t left = 0;     // chunks to write and messages to receive, until it is done
     size_t unacked = 0;  // chunks that may have to be sent again from its memory
     bool is_done = false, is_settled = false;
+    bool is_hedged = false;  // some chunk is on several connections
     std::string error;
     std::vector<int> peers;
     std::condition_variable done;
@@ -700,6 +701,7 @@ void Engine::hedge(Peer& peer, double at) {
     }
     for (size_t i = 0; i < late.size() && i < idle.size(); ++i) {
         ++late[i]->copies;
+        late[i]->op->is_hedged = true;
         ++peer.counts.hedged;
         push(*idle[i], late[i]);
         flush(*idle[i], true);
@@ -849,10 +851,13 @@ void Engine::advance(Connection& c, size_t count) {
 
 void Engine::acknowledged(Connection& c, uint64_t position) {
     while (c.unwritten > 0 && c.frames.front().end <= position) {
-        Chunk* chunk = c.frames.front().chunk.get();
-        if (chunk && !std::exchange(chunk->is_acked, true) && --chunk->op->unacked == 0 && chunk->op->is_done) settle(chunk->op);
+        auto chunk = std::move(c.frames.front().chunk);
         c.frames.pop_front();
         --c.unwritten;
+        if (!chunk || std::exchange(chunk->is_acked, true)) continue;
+        // It waits to be sent again if another connection that had it was lost, and now never will be.
+        if (!std::exchange(chunk->is_written, true) && --chunk->op->left == 0) release(chunk->op);
+        if (--chunk->op->unacked == 0 && chunk->op->is_done) settle(chunk->op);
     }
 }
 
@@ -863,13 +868,13 @@ void Engine::release(const std::shared_ptr<Operation>& op) {
 }
 
 // The memory of a done operation is given back: when somebody has waited for it, or all is acknowledged. What may have to be
-// sent again is copied; that is the less, the later the caller waits.
+// sent again is copied, and so is what another connection has not sent yet; that is the less, the later the caller waits.
 void Engine::settle(const std::shared_ptr<Operation>& op) {
     if (std::exchange(op->is_settled, true)) return;
     finished_.push_back(op->id);
-    if (op->unacked == 0) return;
-    auto keep = [&](Chunk* chunk) {
-        if (!chunk || chunk->op != op || chunk->is_acked || chunk->kept) return;
+    if (op->unacked == 0 && !op->is_hedged) return;
+    auto keep = [&](Chunk* chunk, bool is_needed) {
+        if (chunk->op != op || !is_needed || chunk->kept) return;
         chunk->kept = copies_.take(chunk->header.length);
         std::memcpy(chunk->kept.get(), chunk->data, chunk->header.length);
         chunk->data = chunk->kept.get();
@@ -878,9 +883,10 @@ void Engine::settle(const std::shared_ptr<Operation>& op) {
     op->peers.erase(std::unique(op->peers.begin(), op->peers.end()), op->peers.end());
     for (int rank : op->peers) {
         Peer& peer = peers_[static_cast<size_t>(rank)];
-        for (auto& chunk : peer.again) keep(chunk.get());
+        for (auto& chunk : peer.again) keep(chunk.get(), !chunk->is_acked);
         for (auto& c : peer.connections)
-            for (auto& frame : c->frames) keep(frame.chunk.get());
+            for (size_t i = 0; i < c->frames.size(); ++i)
+                if (Chunk* chunk = c->frames[i].chunk.get()) keep(chunk, i >= c->unwritten || !chunk->is_acked);
     }
 }
 

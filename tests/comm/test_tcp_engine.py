@@ -270,6 +270,72 @@ def test_questions_of_a_peer_take_bounded_memory():
         engine.wait(operation, 30.0)
 
 
+# ---- chunks that are late, and so on several connections ----
+
+LINE_SECONDS = 0.006  # from which each connection gets chunks of `LONG_CHUNK` bytes
+LONG_CHUNK = 1 << 16
+
+
+def on_a_long_line(count: int) -> tuple:
+    """An engine with so many connections to rank 1, whose system keeps only little of what rank 1 has not read.
+
+    A listener with TCP_DEFER_ACCEPT ends a handshake with the first byte. It comes late here, so the round trip is long.
+    """
+    engine, theirs = _engine.Engine(0, 2, 60.0), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
+        for _ in range(count):
+            end = socket.socket()
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            end.connect(listener.getsockname())
+            time.sleep(LINE_SECONDS)
+            end.sendall(b"x")
+            ours, _ = listener.accept()
+            assert ours.recv(1) == b"x"
+            engine.attach(1, ours.detach())
+            theirs.append(end)
+    return engine, theirs
+
+
+def read_header(end: socket.socket) -> tuple[int, int, int, int, int]:
+    return HEADER.unpack(end.recv(HEADER.size, socket.MSG_WAITALL))
+
+
+needs_deferring = pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="only Linux has it")
+
+
+@needs_deferring
+def test_memory_that_was_given_back_is_not_sent_from_by_another_connection():
+    """A chunk is acknowledged on one connection, while another one has sent only a part of it."""
+    engine, ends = on_a_long_line(3)
+    memory = torch.ones(LONG_CHUNK, dtype=torch.uint8)
+    operation = engine.post([described(0, memory, 1)], [])
+    wait_until(lambda: engine.counts(1).hedged == 2, "the chunk on all connections")
+    assert read_message(ends[1], LONG_CHUNK) == bytes([1]) * LONG_CHUNK
+    ends[1].sendall(HEADER.pack(ACK, 0, HEADER.size + LONG_CHUNK, 0, 0))
+    wait_until(lambda: operation in engine.finished(), "the end of the operation")
+    memory.fill_(7)
+    assert read_message(ends[2], LONG_CHUNK) == bytes([1]) * LONG_CHUNK
+
+
+@needs_deferring
+def test_an_operation_ends_if_a_chunk_arrives_over_another_connection_than_the_lost_one():
+    """The chunk waits to be sent again when its other copy is acknowledged; the operation waited for that for ever."""
+    engine, (small, *large) = on_a_long_line(3)
+    memory = noise(2 * LONG_CHUNK, 0)
+    operation = engine.post([described(0, memory, 1)], [])
+    wait_until(lambda: engine.counts(1).hedged, "a chunk on two connections")
+    offset = read_header(small)[4]
+    lost, stuck = sorted(large, key=lambda end: read_header(end)[4] != offset)
+    for end in (small, lost):
+        assert len(end.recv(LONG_CHUNK, socket.MSG_WAITALL)) == LONG_CHUNK
+    lost.close()
+    wait_until(lambda: engine.counts(1).connections == 2, "the loss")
+    small.sendall(HEADER.pack(ACK, 0, HEADER.size + LONG_CHUNK, 0, 0))
+    stuck.recv(LONG_CHUNK, socket.MSG_WAITALL)
+    finished(engine, operation, 10.0)
+
+
 # ---- a peer that lies ----
 
 
