@@ -58,6 +58,7 @@ struct Info {
     uint32_t packet = 1448;
     int64_t room = 1 << 20;  // packets that may leave now
     uint64_t unacked = 0;    // bytes that the other kernel does not have
+    int64_t on_the_way = 0;  // packets that have left, and that it has not acknowledged
     int64_t delivered = -1;  // packets that it has, in any order; -1: unknown
 };
 
@@ -76,7 +77,8 @@ Info info_of(int fd) {
         info.variation = 1e-6 * static_cast<double>(at(72));
         info.least_round_trip = 1e-6 * static_cast<double>(at(148));
         info.packet = static_cast<uint32_t>(std::max<int64_t>(at(16), 1));
-        int64_t in_flight = at(24) - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
+        info.on_the_way = at(24);
+        int64_t in_flight = info.on_the_way - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
         info.room = at(80) - in_flight - unsent;
         if (size >= 196) info.delivered = at(192);
     }
@@ -216,6 +218,13 @@ struct Engine::Peer {
                });
     }
     bool is_light() const { return !is_heavy && has(true); }
+    // Whether something has not been sent whole; what is acknowledged over another connection has.
+    bool has_unsent() const {
+        auto is_unsent = [](const Connection::Frame& frame) { return frame.chunk && !frame.chunk->is_written; };
+        return has_work() || std::any_of(connections.begin(), connections.end(), [&](auto& c) {
+                   return !c->is_dead && std::any_of(c->frames.begin() + static_cast<long>(c->unwritten), c->frames.end(), is_unsent);
+               });
+    }
     uint64_t left_of_bulk() const {
         uint64_t left = 0;
         for (const Outgoing& out : bulk) left += out.part.bytes - out.next;
@@ -360,7 +369,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             --op->left;
             continue;
         }
-        if (!peer.has_work()) peer.moved = at;
+        if (!peer.has_unsent()) peer.moved = at;
         if (part.bytes < kSmall) {
             auto chunk = std::make_shared<Chunk>();
             chunk->header = {kData, static_cast<uint32_t>(part.bytes), part.number, part.bytes, 0};
@@ -593,7 +602,7 @@ double Engine::tick(double at) {
     }
     for (Peer& peer : peers_) {
         if (!peer.gone.empty()) continue;
-        if (peer.has_work() && at - peer.moved > timeout_) {
+        if (at - peer.moved > timeout_ && peer.has_unsent()) {
             fail(peer, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
             return 0;
         }
@@ -627,7 +636,7 @@ double Engine::tick(double at) {
 
 // Gives up connections on which nothing arrives any more: TCP itself waits twice as long each time. Its TCP_USER_TIMEOUT counts
 // from the first loss, whatever has arrived since, so it would take a long queue for a dead line. A longer queue makes round
-// trips longer, and those of all connections with the peer tell.
+// trips longer, and those of all connections with the peer tell. While a peer does not read, nothing is on its way.
 void Engine::watch_silent(Peer& peer, double at) {
     std::vector<Info> infos;
     double slowest = 0;
@@ -641,7 +650,7 @@ void Engine::watch_silent(Peer& peer, double at) {
         Connection& c = *peer.connections[i];
         const Info& info = infos[i];
         if (c.is_dead || info.delivered < 0) continue;
-        if (info.unacked == 0 || info.delivered != c.delivered) {
+        if (info.on_the_way == 0 || info.delivered != c.delivered) {
             c.delivered = info.delivered;
             c.progressed = at;
         } else if (at - c.progressed > patience) {
@@ -835,11 +844,10 @@ void Engine::acknowledge(Connection& c) {
 
 void Engine::advance(Connection& c, size_t count) {
     c.written += count;
-    c.peer->moved = now();
     while (c.unwritten < c.frames.size() && c.frames[c.unwritten].end <= c.written) {
         auto chunk = c.frames[c.unwritten++].chunk;
         if (!chunk) continue;
-        chunk->sent_at = c.peer->moved;
+        chunk->sent_at = c.peer->moved = now();
         if (chunk->is_written) continue;
         chunk->is_written = true;
         if (--chunk->op->left == 0) release(chunk->op);
@@ -847,6 +855,7 @@ void Engine::advance(Connection& c, size_t count) {
     c.part = c.unwritten < c.frames.size()
                  ? c.written - (c.frames[c.unwritten].end - sizeof(Header) - c.frames[c.unwritten].header.length)
                  : 0;
+    if (c.part && c.frames[c.unwritten].chunk) c.peer->moved = now();
 }
 
 void Engine::acknowledged(Connection& c, uint64_t position) {
@@ -1071,7 +1080,7 @@ void Engine::drop(Connection& c, Event::What how) {
     ::close(c.fd);
     --peer.counts.connections;
     if (failure_.empty() && peer.gone.empty() && !closing_) {
-        if (!peer.has_work()) peer.moved = now();
+        if (!peer.has_unsent()) peer.moved = now();
         for (auto& frame : c.frames) {
             if (!frame.chunk || frame.chunk->is_acked) continue;
             if (frame.chunk->is_written && !frame.chunk->op->is_done) ++frame.chunk->op->left;

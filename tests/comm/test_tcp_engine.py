@@ -270,6 +270,32 @@ def test_questions_of_a_peer_take_bounded_memory():
         engine.wait(operation, 30.0)
 
 
+# ---- a peer that reads nothing ----
+
+
+def test_who_waits_for_a_peer_that_reads_nothing_learns_it_in_time():
+    """The whole message is one chunk, so nothing of it waits for a connection: that had no time limit."""
+    engine, (ours, theirs) = _engine.Engine(0, 2, 1.0), socket.socketpair()
+    engine.attach(1, ours.detach())
+    memory = noise(1 << 18, 0)  # more than the system keeps
+    operation = engine.post([described(0, memory, 1)], [])
+    with pytest.raises(RuntimeError, match="nothing could be sent to rank 1 in 1 seconds"):
+        engine.wait(operation, 20.0)
+    assert HEADER.unpack(theirs.recv(HEADER.size))[0] == DATA
+
+
+def test_signs_of_life_are_no_messages():
+    """On a channel, a worker says every quarter of the limit that it is there: that counted as progress of its messages."""
+    engine, ends = _engine.Engine(0, 2, 1.0, True), [socket.socketpair() for _ in range(2)]
+    for ours, _ in ends:
+        engine.attach(1, ours.detach())
+    memory = noise(3 << 18, 0)
+    operation = engine.post([described(0, memory, 1)], [])
+    with pytest.raises(RuntimeError, match="nothing could be sent to rank 1 in 1 seconds"):
+        engine.wait(operation, 20.0)
+    assert HEADER.unpack(ends[0][1].recv(HEADER.size))[0] == ACK  # on the connection for small messages
+
+
 # ---- chunks that are late, and so on several connections ----
 
 LINE_SECONDS = 0.006  # from which each connection gets chunks of `LONG_CHUNK` bytes
