@@ -1077,6 +1077,7 @@ void Engine::drop(Connection& c, Event::What how) {
     Peer& peer = *c.peer;
     c.is_dead = died_ = true;
     c.message = nullptr;
+    shutdown(c.fd, SHUT_RDWR);  // a process that was forked from this one has the socket too
     ::close(c.fd);
     --peer.counts.connections;
     if (failure_.empty() && peer.gone.empty() && !closing_) {

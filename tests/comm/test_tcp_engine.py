@@ -101,6 +101,16 @@ def test_a_lost_connection_is_reported_with_how_many_are_left(pair):
         assert events[0] == (_engine.ENDED, 1 - rank, 1)
 
 
+def test_a_peer_sees_the_end_of_a_connection_whose_socket_a_fork_has_too():
+    """Such as a worker of a DataLoader; a second descriptor is the same to the system."""
+    engine, (ours, theirs) = _engine.Engine(0, 2, 60.0), socket.socketpair()
+    with ours.dup():
+        engine.attach(1, ours.detach())
+        engine.cut()
+        theirs.settimeout(10.0)
+        assert theirs.recv(1) == b""
+
+
 def test_closing_waits_until_all_has_arrived(pair):
     connected(*pair)
     sent, received = noise(5_000_000, 0), torch.zeros(5_000_000, dtype=torch.uint8)
