@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <system_error>
 #include <utility>
 
 #ifdef __linux__
@@ -245,8 +246,16 @@ Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel)
     sigset_t all, before;  // signals are for the threads of Python
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
+    std::string trouble;
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+        trouble = error.what();
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (trouble.empty()) return;
+    ::close(wake_[0]), ::close(wake_[1]);
+    throw std::runtime_error("no thread for the engine: " + trouble);
 }
 
 Engine::~Engine() {

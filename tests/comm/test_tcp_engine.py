@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -138,6 +141,28 @@ def test_the_first_bytes_of_a_chunk_again_and_again_are_no_sign_of_life():
                 theirs.sendall(small + large)
                 ended = engine.wait(operations[1], 0.3)
     finished(engine, operations[0])
+
+
+WITHOUT_MEMORY = """
+import os, resource, signal
+from thinwire.comm.tcp._engine import Engine
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+before = os.listdir("/proc/self/fd")
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))  # no stack fits
+try:
+    Engine(0, 2, 60.0)
+except RuntimeError as error:
+    assert str(error).startswith("no thread for the engine: "), error
+    assert os.listdir("/proc/self/fd") == before and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux has it")
+def test_where_no_thread_can_be_started_nothing_is_left_behind():
+    """All signals stayed blocked in the thread that had asked, so that Ctrl-C did nothing, and two descriptors open."""
+    said = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "refused\n", said.stderr
 
 
 # ---- streams ----
