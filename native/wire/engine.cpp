@@ -833,7 +833,7 @@ bool Engine::flush(Connection& c, bool all) {
         ssize_t sent = c.send(pieces, count);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
-            return drop(c, errno == EPIPE || errno == ECONNRESET ? Event::kEnded : Event::kLost), false;
+            return drop(c, errno == EPIPE ? Event::kEnded : errno == ECONNRESET ? Event::kReset : Event::kLost), false;
         if (sent < static_cast<ssize_t>(asked) || c.sealed()) {
             c.is_blocked = true;
             wake();
@@ -923,7 +923,7 @@ void Engine::read(Connection& c) {
         ssize_t got = c.receive(into ? pieces : pieces + 1, into && beyond ? 2 : 1, turn < kTurns);
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return drop(c, got == 0 || errno == ECONNRESET ? Event::kEnded : Event::kLost);
+        if (got <= 0) return drop(c, got == 0 ? Event::kEnded : errno == ECONNRESET ? Event::kReset : Event::kLost);
         size_t count = static_cast<size_t>(got), direct = std::min(count, into);
         c.taken += direct;
         c.left -= direct;
