@@ -191,6 +191,7 @@ NB_MODULE(_engine, m) {
     m.attr("STREAM_SHIFT") = kStreamShift;
     m.attr("LOST") = static_cast<int>(Event::kLost);
     m.attr("ENDED") = static_cast<int>(Event::kEnded);
+    m.attr("RESET") = static_cast<int>(Event::kReset);
     m.attr("WANT") = static_cast<int>(Event::kWant);
     m.attr("GONE") = static_cast<int>(Event::kGone);
     m.attr("FAILED") = static_cast<int>(Event::kFailed);

@@ -14,6 +14,7 @@
 #include <cerrno>
 #include <chrono>
 #include <cstdio>
+#include <system_error>
 #include <utility>
 
 #ifdef __linux__
@@ -58,6 +59,7 @@ struct Info {
     uint32_t packet = 1448;
     int64_t room = 1 << 20;  // packets that may leave now
     uint64_t unacked = 0;    // bytes that the other kernel does not have
+    int64_t on_the_way = 0;  // packets that have left, and that it has not acknowledged
     int64_t delivered = -1;  // packets that it has, in any order; -1: unknown
 };
 
@@ -76,7 +78,8 @@ Info info_of(int fd) {
         info.variation = 1e-6 * static_cast<double>(at(72));
         info.least_round_trip = 1e-6 * static_cast<double>(at(148));
         info.packet = static_cast<uint32_t>(std::max<int64_t>(at(16), 1));
-        int64_t in_flight = at(24) - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
+        info.on_the_way = at(24);
+        int64_t in_flight = info.on_the_way - at(28) - at(32) + at(36), unsent = (at(144) + info.packet - 1) / info.packet;
         info.room = at(80) - in_flight - unsent;
         if (size >= 196) info.delivered = at(192);
     }
@@ -114,6 +117,7 @@ struct Engine::Operation {
     size_t left = 0;     // chunks to write and messages to receive, until it is done
     size_t unacked = 0;  // chunks that may have to be sent again from its memory
     bool is_done = false, is_settled = false;
+    bool is_hedged = false;  // some chunk is on several connections
     std::string error;
     std::vector<int> peers;
     std::condition_variable done;
@@ -215,6 +219,13 @@ struct Engine::Peer {
                });
     }
     bool is_light() const { return !is_heavy && has(true); }
+    // Whether something has not been sent whole; what is acknowledged over another connection has.
+    bool has_unsent() const {
+        auto is_unsent = [](const Connection::Frame& frame) { return frame.chunk && !frame.chunk->is_written; };
+        return has_work() || std::any_of(connections.begin(), connections.end(), [&](auto& c) {
+                   return !c->is_dead && std::any_of(c->frames.begin() + static_cast<long>(c->unwritten), c->frames.end(), is_unsent);
+               });
+    }
     uint64_t left_of_bulk() const {
         uint64_t left = 0;
         for (const Outgoing& out : bulk) left += out.part.bytes - out.next;
@@ -235,8 +246,16 @@ Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel)
     sigset_t all, before;  // signals are for the threads of Python
     sigfillset(&all);
     pthread_sigmask(SIG_SETMASK, &all, &before);
-    thread_ = std::thread([this] { run(); });
+    std::string trouble;
+    try {
+        thread_ = std::thread([this] { run(); });
+    } catch (const std::system_error& error) {
+        trouble = error.what();
+    }
     pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    if (trouble.empty()) return;
+    ::close(wake_[0]), ::close(wake_[1]);
+    throw std::runtime_error("no thread for the engine: " + trouble);
 }
 
 Engine::~Engine() {
@@ -359,7 +378,7 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             --op->left;
             continue;
         }
-        if (!peer.has_work()) peer.moved = at;
+        if (!peer.has_unsent()) peer.moved = at;
         if (part.bytes < kSmall) {
             auto chunk = std::make_shared<Chunk>();
             chunk->header = {kData, static_cast<uint32_t>(part.bytes), part.number, part.bytes, 0};
@@ -592,7 +611,7 @@ double Engine::tick(double at) {
     }
     for (Peer& peer : peers_) {
         if (!peer.gone.empty()) continue;
-        if (peer.has_work() && at - peer.moved > timeout_) {
+        if (at - peer.moved > timeout_ && peer.has_unsent()) {
             fail(peer, "nothing could be sent to rank " + std::to_string(peer.rank) + " in " + limit_text());
             return 0;
         }
@@ -626,7 +645,7 @@ double Engine::tick(double at) {
 
 // Gives up connections on which nothing arrives any more: TCP itself waits twice as long each time. Its TCP_USER_TIMEOUT counts
 // from the first loss, whatever has arrived since, so it would take a long queue for a dead line. A longer queue makes round
-// trips longer, and those of all connections with the peer tell.
+// trips longer, and those of all connections with the peer tell. While a peer does not read, nothing is on its way.
 void Engine::watch_silent(Peer& peer, double at) {
     std::vector<Info> infos;
     double slowest = 0;
@@ -640,7 +659,7 @@ void Engine::watch_silent(Peer& peer, double at) {
         Connection& c = *peer.connections[i];
         const Info& info = infos[i];
         if (c.is_dead || info.delivered < 0) continue;
-        if (info.unacked == 0 || info.delivered != c.delivered) {
+        if (info.on_the_way == 0 || info.delivered != c.delivered) {
             c.delivered = info.delivered;
             c.progressed = at;
         } else if (at - c.progressed > patience) {
@@ -700,6 +719,7 @@ void Engine::hedge(Peer& peer, double at) {
     }
     for (size_t i = 0; i < late.size() && i < idle.size(); ++i) {
         ++late[i]->copies;
+        late[i]->op->is_hedged = true;
         ++peer.counts.hedged;
         push(*idle[i], late[i]);
         flush(*idle[i], true);
@@ -813,7 +833,7 @@ bool Engine::flush(Connection& c, bool all) {
         ssize_t sent = c.send(pieces, count);
         if (sent < 0 && errno == EINTR) continue;
         if (sent < 0 && errno != EAGAIN && errno != EWOULDBLOCK)
-            return drop(c, errno == EPIPE || errno == ECONNRESET ? Event::kEnded : Event::kLost), false;
+            return drop(c, errno == EPIPE ? Event::kEnded : errno == ECONNRESET ? Event::kReset : Event::kLost), false;
         if (sent < static_cast<ssize_t>(asked) || c.sealed()) {
             c.is_blocked = true;
             wake();
@@ -833,11 +853,10 @@ void Engine::acknowledge(Connection& c) {
 
 void Engine::advance(Connection& c, size_t count) {
     c.written += count;
-    c.peer->moved = now();
     while (c.unwritten < c.frames.size() && c.frames[c.unwritten].end <= c.written) {
         auto chunk = c.frames[c.unwritten++].chunk;
         if (!chunk) continue;
-        chunk->sent_at = c.peer->moved;
+        chunk->sent_at = c.peer->moved = now();
         if (chunk->is_written) continue;
         chunk->is_written = true;
         if (--chunk->op->left == 0) release(chunk->op);
@@ -845,14 +864,18 @@ void Engine::advance(Connection& c, size_t count) {
     c.part = c.unwritten < c.frames.size()
                  ? c.written - (c.frames[c.unwritten].end - sizeof(Header) - c.frames[c.unwritten].header.length)
                  : 0;
+    if (c.part && c.frames[c.unwritten].chunk) c.peer->moved = now();
 }
 
 void Engine::acknowledged(Connection& c, uint64_t position) {
     while (c.unwritten > 0 && c.frames.front().end <= position) {
-        Chunk* chunk = c.frames.front().chunk.get();
-        if (chunk && !std::exchange(chunk->is_acked, true) && --chunk->op->unacked == 0 && chunk->op->is_done) settle(chunk->op);
+        auto chunk = std::move(c.frames.front().chunk);
         c.frames.pop_front();
         --c.unwritten;
+        if (!chunk || std::exchange(chunk->is_acked, true)) continue;
+        // It waits to be sent again if another connection that had it was lost, and now never will be.
+        if (!std::exchange(chunk->is_written, true) && --chunk->op->left == 0) release(chunk->op);
+        if (--chunk->op->unacked == 0 && chunk->op->is_done) settle(chunk->op);
     }
 }
 
@@ -863,13 +886,13 @@ void Engine::release(const std::shared_ptr<Operation>& op) {
 }
 
 // The memory of a done operation is given back: when somebody has waited for it, or all is acknowledged. What may have to be
-// sent again is copied; that is the less, the later the caller waits.
+// sent again is copied, and so is what another connection has not sent yet; that is the less, the later the caller waits.
 void Engine::settle(const std::shared_ptr<Operation>& op) {
     if (std::exchange(op->is_settled, true)) return;
     finished_.push_back(op->id);
-    if (op->unacked == 0) return;
-    auto keep = [&](Chunk* chunk) {
-        if (!chunk || chunk->op != op || chunk->is_acked || chunk->kept) return;
+    if (op->unacked == 0 && !op->is_hedged) return;
+    auto keep = [&](Chunk* chunk, bool is_needed) {
+        if (chunk->op != op || !is_needed || chunk->kept) return;
         chunk->kept = copies_.take(chunk->header.length);
         std::memcpy(chunk->kept.get(), chunk->data, chunk->header.length);
         chunk->data = chunk->kept.get();
@@ -878,9 +901,10 @@ void Engine::settle(const std::shared_ptr<Operation>& op) {
     op->peers.erase(std::unique(op->peers.begin(), op->peers.end()), op->peers.end());
     for (int rank : op->peers) {
         Peer& peer = peers_[static_cast<size_t>(rank)];
-        for (auto& chunk : peer.again) keep(chunk.get());
+        for (auto& chunk : peer.again) keep(chunk.get(), !chunk->is_acked);
         for (auto& c : peer.connections)
-            for (auto& frame : c->frames) keep(frame.chunk.get());
+            for (size_t i = 0; i < c->frames.size(); ++i)
+                if (Chunk* chunk = c->frames[i].chunk.get()) keep(chunk, i >= c->unwritten || !chunk->is_acked);
     }
 }
 
@@ -899,7 +923,7 @@ void Engine::read(Connection& c) {
         ssize_t got = c.receive(into ? pieces : pieces + 1, into && beyond ? 2 : 1, turn < kTurns);
         if (got < 0 && (errno == EAGAIN || errno == EWOULDBLOCK)) break;
         if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return drop(c, got == 0 || errno == ECONNRESET ? Event::kEnded : Event::kLost);
+        if (got <= 0) return drop(c, got == 0 ? Event::kEnded : errno == ECONNRESET ? Event::kReset : Event::kLost);
         size_t count = static_cast<size_t>(got), direct = std::min(count, into);
         c.taken += direct;
         c.left -= direct;
@@ -1062,10 +1086,11 @@ void Engine::drop(Connection& c, Event::What how) {
     Peer& peer = *c.peer;
     c.is_dead = died_ = true;
     c.message = nullptr;
+    shutdown(c.fd, SHUT_RDWR);  // a process that was forked from this one has the socket too
     ::close(c.fd);
     --peer.counts.connections;
     if (failure_.empty() && peer.gone.empty() && !closing_) {
-        if (!peer.has_work()) peer.moved = now();
+        if (!peer.has_unsent()) peer.moved = now();
         for (auto& frame : c.frames) {
             if (!frame.chunk || frame.chunk->is_acked) continue;
             if (frame.chunk->is_written && !frame.chunk->op->is_done) ++frame.chunk->op->left;

@@ -10,8 +10,8 @@
 // Errors  Fail everything: all operations, with the same words, and all peers are told. In the engine of a channel, each operation
 //         is with one peer, and who loses a peer fails the operations with that peer alone. What has come from it stays.
 // Life    The engine of a channel lets its peers know every quarter of the time limit that it is there.
-// Events  For who connects: a connection was lost, or the peer's system ended it; more would be faster; a peer is gone for good;
-//         all has failed.
+// Events  For who connects: a connection was lost, or the peer's system ended or reset it; more would be faster; a peer is gone
+//         for good; all has failed. Who gives up a silent connection resets it.
 #pragma once
 
 #include <condition_variable>
@@ -39,7 +39,7 @@ struct Part {  // one message
 };
 
 struct Event {
-    enum What { kLost, kEnded, kWant, kGone, kFailed };
+    enum What { kLost, kEnded, kReset, kWant, kGone, kFailed };
     int what, peer, number;  // number: connections that are left, or that are wanted
 };
 

@@ -361,6 +361,28 @@ def test_an_error_waits_for_no_other_worker():
     assert max(spawn(3, fails_while_another_is_silent)) < 30  # half of the time limit
 
 
+def is_aborted_while_it_sums(comm) -> str:
+    """The error of an operation of which the next messages are begun after the end; other operations were under way."""
+    retire()
+    began = threading.Event()
+
+    def slow(terms: list[torch.Tensor], out: torch.Tensor) -> None:
+        began.set()
+        wait_until(lambda: not comm._endpoint._alive, "the end")
+
+    handle = comm.reduce(torch.ones(1000), slow) if comm.rank == 0 else comm.reduce(torch.ones(1000))
+    if comm.rank == 0:
+        assert began.wait(60)
+        comm.abort()
+    with pytest.raises(CommunicationError) as failed:
+        handle.wait()
+    return str(failed.value)
+
+
+def test_what_begins_after_the_end_fails_as_the_rest():
+    assert "the communicator was aborted" in run_tcp(3, is_aborted_while_it_sums)[0]
+
+
 def forgets_to_close(store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     comm = TcpCommunicator()

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import random
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -101,6 +104,16 @@ def test_a_lost_connection_is_reported_with_how_many_are_left(pair):
         assert events[0] == (_engine.ENDED, 1 - rank, 1)
 
 
+def test_a_peer_sees_the_end_of_a_connection_whose_socket_a_fork_has_too():
+    """Such as a worker of a DataLoader; a second descriptor is the same to the system."""
+    engine, (ours, theirs) = _engine.Engine(0, 2, 60.0), socket.socketpair()
+    with ours.dup():
+        engine.attach(1, ours.detach())
+        engine.cut()
+        theirs.settimeout(10.0)
+        assert theirs.recv(1) == b""
+
+
 def test_closing_waits_until_all_has_arrived(pair):
     connected(*pair)
     sent, received = noise(5_000_000, 0), torch.zeros(5_000_000, dtype=torch.uint8)
@@ -128,6 +141,28 @@ def test_the_first_bytes_of_a_chunk_again_and_again_are_no_sign_of_life():
                 theirs.sendall(small + large)
                 ended = engine.wait(operations[1], 0.3)
     finished(engine, operations[0])
+
+
+WITHOUT_MEMORY = """
+import os, resource, signal
+from thinwire.comm.tcp._engine import Engine
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+before = os.listdir("/proc/self/fd")
+resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 20), resource.RLIM_INFINITY))  # no stack fits
+try:
+    Engine(0, 2, 60.0)
+except RuntimeError as error:
+    assert str(error).startswith("no thread for the engine: "), error
+    assert os.listdir("/proc/self/fd") == before and not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="only Linux has it")
+def test_where_no_thread_can_be_started_nothing_is_left_behind():
+    """All signals stayed blocked in the thread that had asked, so that Ctrl-C did nothing, and two descriptors open."""
+    said = subprocess.run([sys.executable, "-c", WITHOUT_MEMORY], capture_output=True, text=True, timeout=60)
+    assert said.stdout == "refused\n", said.stderr
 
 
 # ---- streams ----
@@ -268,6 +303,98 @@ def test_questions_of_a_peer_take_bounded_memory():
         theirs.sendall(HEADER.pack(ASK, 0, 0, 0, 0) * 2000)
     with pytest.raises(RuntimeError, match="rank 1 asks for too many acknowledgements"):
         engine.wait(operation, 30.0)
+
+
+# ---- a peer that reads nothing ----
+
+
+def test_who_waits_for_a_peer_that_reads_nothing_learns_it_in_time():
+    """The whole message is one chunk, so nothing of it waits for a connection: that had no time limit."""
+    engine, (ours, theirs) = _engine.Engine(0, 2, 1.0), socket.socketpair()
+    engine.attach(1, ours.detach())
+    memory = noise(1 << 18, 0)  # more than the system keeps
+    operation = engine.post([described(0, memory, 1)], [])
+    with pytest.raises(RuntimeError, match="nothing could be sent to rank 1 in 1 seconds"):
+        engine.wait(operation, 20.0)
+    assert HEADER.unpack(theirs.recv(HEADER.size))[0] == DATA
+
+
+def test_signs_of_life_are_no_messages():
+    """On a channel, a worker says every quarter of the limit that it is there: that counted as progress of its messages."""
+    engine, ends = _engine.Engine(0, 2, 1.0, True), [socket.socketpair() for _ in range(2)]
+    for ours, _ in ends:
+        engine.attach(1, ours.detach())
+    memory = noise(3 << 18, 0)
+    operation = engine.post([described(0, memory, 1)], [])
+    with pytest.raises(RuntimeError, match="nothing could be sent to rank 1 in 1 seconds"):
+        engine.wait(operation, 20.0)
+    assert HEADER.unpack(ends[0][1].recv(HEADER.size))[0] == ACK  # on the connection for small messages
+
+
+# ---- chunks that are late, and so on several connections ----
+
+LINE_SECONDS = 0.006  # from which each connection gets chunks of `LONG_CHUNK` bytes
+LONG_CHUNK = 1 << 16
+
+
+def on_a_long_line(count: int) -> tuple:
+    """An engine with so many connections to rank 1, whose system keeps only little of what rank 1 has not read.
+
+    A listener with TCP_DEFER_ACCEPT ends a handshake with the first byte. It comes late here, so the round trip is long.
+    """
+    engine, theirs = _engine.Engine(0, 2, 60.0), []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_DEFER_ACCEPT, 5)
+        for _ in range(count):
+            end = socket.socket()
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            end.connect(listener.getsockname())
+            time.sleep(LINE_SECONDS)
+            end.sendall(b"x")
+            ours, _ = listener.accept()
+            assert ours.recv(1) == b"x"
+            engine.attach(1, ours.detach())
+            theirs.append(end)
+    return engine, theirs
+
+
+def read_header(end: socket.socket) -> tuple[int, int, int, int, int]:
+    return HEADER.unpack(end.recv(HEADER.size, socket.MSG_WAITALL))
+
+
+needs_deferring = pytest.mark.skipif(not hasattr(socket, "TCP_DEFER_ACCEPT"), reason="only Linux has it")
+
+
+@needs_deferring
+def test_memory_that_was_given_back_is_not_sent_from_by_another_connection():
+    """A chunk is acknowledged on one connection, while another one has sent only a part of it."""
+    engine, ends = on_a_long_line(3)
+    memory = torch.ones(LONG_CHUNK, dtype=torch.uint8)
+    operation = engine.post([described(0, memory, 1)], [])
+    wait_until(lambda: engine.counts(1).hedged == 2, "the chunk on all connections")
+    assert read_message(ends[1], LONG_CHUNK) == bytes([1]) * LONG_CHUNK
+    ends[1].sendall(HEADER.pack(ACK, 0, HEADER.size + LONG_CHUNK, 0, 0))
+    wait_until(lambda: operation in engine.finished(), "the end of the operation")
+    memory.fill_(7)
+    assert read_message(ends[2], LONG_CHUNK) == bytes([1]) * LONG_CHUNK
+
+
+@needs_deferring
+def test_an_operation_ends_if_a_chunk_arrives_over_another_connection_than_the_lost_one():
+    """The chunk waits to be sent again when its other copy is acknowledged; the operation waited for that for ever."""
+    engine, (small, *large) = on_a_long_line(3)
+    memory = noise(2 * LONG_CHUNK, 0)
+    operation = engine.post([described(0, memory, 1)], [])
+    wait_until(lambda: engine.counts(1).hedged, "a chunk on two connections")
+    offset = read_header(small)[4]
+    lost, stuck = sorted(large, key=lambda end: read_header(end)[4] != offset)
+    for end in (small, lost):
+        assert len(end.recv(LONG_CHUNK, socket.MSG_WAITALL)) == LONG_CHUNK
+    lost.close()
+    wait_until(lambda: engine.counts(1).connections == 2, "the loss")
+    small.sendall(HEADER.pack(ACK, 0, HEADER.size + LONG_CHUNK, 0, 0))
+    stuck.recv(LONG_CHUNK, socket.MSG_WAITALL)
+    finished(engine, operation, 10.0)
 
 
 # ---- a peer that lies ----

@@ -1,15 +1,30 @@
-"""Connections of our own on lines of the network lab: a long queue is no dead line."""
+"""Connections of our own that are slow, on lines of the network lab too: they are not dead."""
 
 from __future__ import annotations
 
+import socket
 import subprocess
 import sys
 
 import netlab
 import pytest
+import torch
 from helpers.lab import needs_lab
 
-pytest.importorskip("thinwire.comm.tcp._engine")
+_engine = pytest.importorskip("thinwire.comm.tcp._engine")
+
+
+def test_a_peer_that_does_not_read_loses_no_connection():
+    """A worker that is late keeps only so much of what comes early. Its connections were given up after 10 seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname())
+        theirs, _ = listener.accept()
+    engine, memory = _engine.Engine(0, 2, 60.0), torch.zeros(1 << 25, dtype=torch.uint8)
+    engine.attach(1, ours.detach())
+    engine.post([(1, 0, memory.data_ptr(), memory.nbytes)], [])
+    with theirs:
+        assert engine.events(12.5) == []
+    assert engine.events(10.0) == [(_engine.RESET, 1, 0)]  # bytes were left unread
 
 
 # Rank 0 sends so many bytes to rank 1. Both print whether they have lost a connection: later ones have small packets.

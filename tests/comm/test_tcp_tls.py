@@ -21,6 +21,7 @@ from helpers.keys import another, keys_of
 from helpers.lost_connections import loses_all_connections
 from helpers.program import wait_until
 from helpers.spawn import logged, retire, spawn
+from helpers.traffic import connections as connections_of_process
 
 from thinwire.comm import Credentials
 from thinwire.comm.addresses import own_address
@@ -323,6 +324,26 @@ def test_a_worker_that_is_revoked_during_the_run_is_shut_out(tmp_path):
     results = spawn(3, over_tls_briefly, tmp_path, is_revoked, tmp_path, return_errors=True)
     for text in results[:2]:
         assert isinstance(text, str) and "rank 2" in text, results
+
+
+def renews(comm, folder: Path) -> int:
+    """Rank 0 reads its certificate again, and so both get new connections; returns the most that their packets may have."""
+
+    def ends() -> set:
+        return {(connection.getsockname(), connection.getpeername()) for connection in connections_of_process()}
+
+    old = ends()
+    comm.barrier()
+    if comm.rank == 0:
+        (folder / "worker0" / "certificate.pem").touch()
+    wait_until(lambda: old - ends(), "the end of old connections")
+    conforms(comm)
+    return comm.packet_bytes
+
+
+def test_new_credentials_are_no_sign_that_large_packets_are_lost(tmp_path):
+    keys_of(tmp_path, "worker0", "worker1")
+    assert spawn(2, over_tls, tmp_path, renews, tmp_path) == [0, 0]
 
 
 def over_tls_briefly(comm, folder: Path, fn: Callable, *args):

@@ -146,7 +146,7 @@ class Connections:
         self._lost: set[int] = set()
         self._failed: dict[int, OSError] = {}  # the last try to connect with a peer
         self._reached: set[int] = set()  # peers with which it has made a connection
-        self._small: set[int] = set()  # peers with which it has lost a connection
+        self._small: set[int] = set()  # peers with which a connection was given up
         self._said: set[int] = set()  # of these, and has made a new one
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
@@ -304,10 +304,11 @@ class Connections:
 
     def _watch(self) -> None:
         """Do what the engine asks for, until it has ended."""
-        from ._engine import ENDED, FAILED, GONE, LOST, WANT
+        from ._engine import ENDED, FAILED, GONE, LOST, RESET, WANT
 
         while not self._closed.is_set():
-            if self.identity and self.identity.refresh():
+            is_renewed = self.identity is not None and self.identity.refresh()
+            if is_renewed:
                 self._engine.cut()  # new connections are checked against what is new
             for what, peer, number in self._engine.events(REFRESH_SECONDS if self.identity else 60.0):
                 if what == FAILED:
@@ -318,11 +319,11 @@ class Connections:
                     continue
                 if what == WANT and self._connects(peer):
                     self._wanted[peer] = max(self._wanted[peer], number)
-                if what in (LOST, ENDED):
+                if what == RESET or (what == LOST and not is_renewed):
                     self._small.add(peer)
                 if self._connects(peer) or (what != WANT and number == 0 and self._reaches(peer)):
                     self._mend_soon(peer)
-                elif what == ENDED and number == 0 and not self._is_relayed(peer):
+                elif what in (ENDED, RESET) and number == 0 and not self._is_relayed(peer):
                     timer = threading.Timer(GRACE_SECONDS, self._miss, [peer])
                     timer.daemon = True
                     timer.start()

@@ -153,7 +153,7 @@ class Endpoint:
     def _forget(self) -> None:
         with self._lock:
             for operation in self.engine.finished():
-                del self._alive[operation]
+                self._alive.pop(operation, None)  # `close` forgets all
 
     def close(self, seconds: float = math.inf) -> None:
         """Hang up once peers have what was sent, at the latest after so many seconds, or the time limit: a line may be cut.
