@@ -84,10 +84,25 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
         training.strategy.detach()
 
 
-@pytest.mark.parametrize("strategy", ["Local(Mean(), every=2)", "Gossip(Mix())"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Local(Mean(QSGD(bits=4)), every=2)",
+        "Gossip(Mix())",
+        "Gradients(Mean())",
+        "Gradients(PowerSGD())",
+        "Gradients(Mean(SignSGD(scale=0.1)))",
+    ],
+)
 def test_a_run_says_that_it_records_no_variance(alone, cache, tmp_path, strategy, capfd):
     run_alone(replace(CONFIG, strategy=strategy, variance=True, max_steps=1), tmp_path / "run", alone)
-    assert f"--variance records nothing: {strategy} averages no gradients" in capfd.readouterr().err
+    assert f"--variance records nothing: {strategy} does not average gradients by a lossy" in capfd.readouterr().err
+
+
+def test_a_run_that_records_variance_says_nothing_of_it(alone, cache, tmp_path, capfd):
+    config = replace(CONFIG, strategy="Gradients(Mean(QSGD(bits=4)))", variance=True, max_steps=1)
+    rows, _ = run_alone(config, tmp_path / "run", alone)
+    assert "variance" in rows[-1] and "records nothing" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])

@@ -46,7 +46,7 @@ from ..device import choose_device
 from ..folder import checkpoint
 from ..folder.run_folder import begin, require_shared
 from ..results.callbacks import Callback, EachStep, called
-from ..results.codec_statistics import codec_statistics, own_gradients
+from ..results.codec_statistics import codec_statistics, has_variance, own_gradients
 from ..results.evaluation import evaluate
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
@@ -106,8 +106,9 @@ def run(
         comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
         training = prepare(config, data, device, workers.elastic, comm, layout)
-    if config.variance and training.strategy.models_differ:
-        warnings.append(f"--variance records nothing: {config.strategy} averages no gradients")
+    if config.variance and not has_variance(training.strategy):
+        why = f"{config.strategy} does not average gradients by a lossy codec without a vote, such as QSGD(bits=4)"
+        warnings.append(f"--variance records nothing: {why}")
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     run_on_all(comm, lambda: None if comm.is_elastic else require_shared(folder))
     if layout is not None and workers.is_first:
