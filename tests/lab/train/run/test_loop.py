@@ -22,6 +22,7 @@ from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import Batch, ImageFolder
 from thinwire.lab.train.device import choose_device
+from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.evaluation import evaluate
@@ -97,6 +98,13 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
 def test_a_run_says_that_it_records_no_variance(alone, cache, tmp_path, strategy, capfd):
     run_alone(replace(CONFIG, strategy=strategy, variance=True, max_steps=1), tmp_path / "run", alone)
     assert f"--variance records nothing: {strategy} does not average gradients by a lossy" in capfd.readouterr().err
+
+
+def test_rows_have_the_loss_without_label_smoothing(alone, cache, tmp_path):
+    config = replace(CONFIG, optimizer=replace(PLAIN, learning_rate=1e-12), max_steps=1)  # the weights stay as they are
+    smoothed = replace(config, loss=CrossEntropy(label_smoothing=0.3))
+    (plain,), (row,) = (run_alone(c, tmp_path / str(i), alone)[0] for i, c in enumerate((config, smoothed)))
+    assert [row[name] for name in ("loss", "test_loss")] == [plain[name] for name in ("loss", "test_loss")]
 
 
 def test_a_run_that_records_variance_says_nothing_of_it(alone, cache, tmp_path, capfd):
