@@ -316,7 +316,7 @@ def test_strategies_without_rounds_are_refused(strategy):
 
 
 def test_a_quorum_is_refused():
-    strategy = tw.asynchronous_diloco(every=10)
+    strategy = tw.strategy.asynchronous_diloco(every=10)
     with pytest.raises(
         ValueError, match="predicts workers that wait for each other, got Local.*; leave the quorum out"
     ):
