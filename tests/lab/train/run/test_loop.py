@@ -29,8 +29,9 @@ from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.evaluation import evaluate
-from thinwire.lab.train.results.trackers import MLflow, Tracker, WandB, check_installed, trackers
+from thinwire.lab.train.results.trackers import SILENT_SECONDS, MLflow, Tracker, WandB, check_installed, trackers
 from thinwire.lab.train.run import loop
+from thinwire.lab.train.start.watch import LAST_SECONDS, STOP_SECONDS
 from thinwire.lab.train.step.training import Training, check_clipping, prepare
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
@@ -354,6 +355,10 @@ def test_a_run_goes_on_where_mlflow_is_gone(tmp_path, monkeypatch, caplog):
     tracker.close()
     (line,) = caplog.messages
     assert line.startswith("MLflow has not taken all rows: ") and line.endswith("; metrics.jsonl has them")
+
+
+def test_a_worker_has_given_up_a_tracker_before_it_is_killed():
+    assert SILENT_SECONDS <= min(STOP_SECONDS, LAST_SECONDS) / 2
 
 
 def test_a_server_that_never_answers_holds_up_nothing(monkeypatch, caplog):

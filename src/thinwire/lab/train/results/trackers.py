@@ -24,7 +24,9 @@ log = logging.getLogger("thinwire")
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """By the field that names the project: the package to install, whose module has the field's name."""
 
-SILENT_SECONDS = 60.0  # the most that the end of a run waits for a server that takes nothing
+SILENT_SECONDS = (
+    15.0  # that the end of a run waits for a server which takes nothing; a worker that stops is killed after 30
+)
 
 
 def check_installed(config: RunConfig) -> None:
