@@ -17,7 +17,7 @@ from operator import ge, gt, le, lt
 from typing import Any
 
 from .algorithm import require
-from .schedule import Schedule
+from .schedule import Schedule, extremes
 
 MAX_INTEGER, MAX_NUMBER = 2**63 - 1, sys.float_info.max  # of the types that options are computed with
 
@@ -49,7 +49,7 @@ def require_integer(
         Traceback (most recent call last):
         ValueError: SVD: rank must be an integer, 1 or more, got 0
     """
-    for one in _extremes(value, or_schedule):
+    for one in extremes(value) if or_schedule else ():
         require_integer(f"{what} in {value}", one, least, most, hint=hint)
     integer = isinstance(value, int) and not isinstance(value, bool)
     if most is None and integer and value > MAX_INTEGER:  # type: ignore[operator]  # an integer
@@ -85,7 +85,7 @@ def require_number(
         Traceback (most recent call last):
         ValueError: Dion: mu must be at least 0 and below 1, got 1.0
     """
-    for one in _extremes(value, or_schedule):
+    for one in extremes(value) if or_schedule else ():
         require_number(f"{what} in {value}", one, above=above, least=least, below=below, most=most, hint=hint)
     # What is no number, or an integer that is too large for a float, becomes NaN, which no bound holds for.
     number = value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
@@ -117,10 +117,6 @@ def require_kind(
         ValueError: anything else.
     """
     _require(isinstance(value, kind), what, value, expected, or_none, False, hint)
-
-
-def _extremes(value: object, or_schedule: bool) -> tuple[object, ...]:
-    return value.extremes if or_schedule and isinstance(value, Schedule) else ()
 
 
 def _require(fits: bool, what: str, value: object, expected: str, or_none: bool, or_schedule: bool, hint: str) -> None:

@@ -130,6 +130,16 @@ class Values(Schedule):
         return self.values[min(now // self.every, len(self.values) - 1)]
 
 
+def extremes(value: object) -> tuple[float | int, ...]:
+    """The `extremes` of a schedule; nothing of another value.
+
+    Example:
+        >>> extremes(Values((8, 4))), extremes(4)
+        ((8, 4), ())
+    """
+    return value.extremes if isinstance(value, Schedule) else ()
+
+
 def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
     """The algorithm at one moment: every schedule in it is replaced by its value.
 

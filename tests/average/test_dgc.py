@@ -181,6 +181,26 @@ def test_an_optimizer_with_momentum_of_its_own_is_an_error(build, name):
     assert tw.LocalWorld(1).run(worker) == [True]
 
 
+def test_momentum_of_weight_decay_is_that_of_the_averager_or_none():
+    def worker(comm):
+        model = make_model()
+        handle = tw.compress_gradients(model, tw.dgc(momentum=0.8), comm=comm)
+        wrong = tw.strategy.DGCSGD(model.parameters(), lr=0.1, weight_decay=1e-4)
+        with pytest.raises(
+            ValueError, match=r"momentum 0.9 for weight decay, and the averager 0.8 .* give it momentum=0.8"
+        ):
+            handle.check_optimizer(wrong)
+        with pytest.raises(ValueError, match="momentum 0.9 for weight decay"):
+            wrong.step()
+        for options in ({"weight_decay": 1e-4, "momentum": 0.8}, {"weight_decay": 1e-4, "momentum": 0.0}, {}):
+            handle.check_optimizer(tw.strategy.DGCSGD(model.parameters(), lr=0.1, **options))
+        handle.check_optimizer(tw.strategy.DGCSGD(make_model().parameters(), lr=0.1, weight_decay=1e-4))  # not ours
+        handle.detach()
+        return True
+
+    assert tw.LocalWorld(1).run(worker) == [True]
+
+
 def test_an_optimizer_with_momentum_is_right_for_other_averagers():
     def worker(comm):
         model = make_model()

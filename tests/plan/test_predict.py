@@ -315,6 +315,14 @@ def test_strategies_without_rounds_are_refused(strategy):
         predict(1000, 0.1, Network(4), candidates=[Method("none", strategy)])
 
 
+def test_a_quorum_is_refused():
+    strategy = tw.strategy.asynchronous_diloco(every=10)
+    with pytest.raises(
+        ValueError, match="predicts workers that wait for each other, got Local.*; leave the quorum out"
+    ):
+        predict(1000, 0.1, Network(4), candidates=[Method("quorum", strategy)])
+
+
 def test_a_topology_that_an_averager_refuses_has_its_own_name():
     pairs = Method("pairs", tw.Gossip(tw.Choco(tw.topology.RandomPairs())))
     with pytest.raises(ValueError, match=r"^Choco\(RandomPairs\(\), .*the graph must not change"):

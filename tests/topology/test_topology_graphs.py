@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from thinwire import topology as tw
+from thinwire.topology.random_graphs import UniformStream
 from thinwire.topology.speed import rounds_to_reach_all
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "topologies.md"
@@ -212,6 +213,21 @@ def test_watts_strogatz_of_the_largest_degree_is_complete(size):
         assert len(edges(as_networkx(tw.WattsStrogatz(degree=degree), size))) == size * (size - 1)
 
 
+def test_a_degree_far_above_the_number_of_workers_costs_nothing(monkeypatch):
+    draw, drawn = UniformStream.__call__, []
+    monkeypatch.setattr(UniformStream, "__call__", lambda self, count: drawn.append(count) or draw(self, count))
+    assert len(edges(as_networkx(tw.WattsStrogatz(degree=100_000), 4))) == 4 * 3
+    assert drawn == [2 * 4]  # a number for each of the 2 edges ahead of each worker
+
+
+@pytest.mark.parametrize("kind", [tw.Graph, tw.DirectedGraph])
+def test_edges_to_ranks_that_are_not_there_are_refused_before_their_peers_are_listed(kind):
+    graph = kind(edges=((0, 1_000), (1_000, 0)))
+    with pytest.raises(ValueError, match="its edges name the ranks 0 to 1000; use 1001 workers"):
+        graph.validate(4)
+    assert vars(graph).keys() <= {"edges", "weights"}
+
+
 @pytest.mark.parametrize("topology", [tw.Ring(), tw.Exponential(), tw.DirectedRing(), tw.Star()], ids=repr)
 def test_news_reaches_all_in_as_many_rounds_as_its_matrices_need(topology):
     rounds = rounds_to_reach_all(topology, 9, 1)
@@ -385,6 +401,7 @@ def test_impossible_numbers_of_workers(topology, size, message):
         (lambda: tw.ErdosRenyi(probability=1.5), "probability must be at least 0 and at most 1, or None, got 1.5"),
         (lambda: tw.ErdosRenyi(seed=-1), "seed must be an integer, 0 or more"),
         (lambda: tw.WattsStrogatz(degree=1), "degree must be an integer, 2 or more"),
+        (lambda: tw.RandomPairs(num_steps=10**12), "num_steps must be an integer from 1 to 4096, got 1000000000000"),
         (lambda: tw.Exponential(alternating=True, static=True), "leave out static"),
         (lambda: tw.MixingMatrix([[1.0, 0.5], [0.0]]), "row 1 has 1 numbers, expected 2"),
         (lambda: tw.MixingMatrix([[0.5, 0.5], [0.4, 0.5]]), "column 0 sums to 0.9, expected 1"),

@@ -171,6 +171,10 @@ def predict_method(method: Method, workload: Workload, network: Network, speeds:
         isinstance(strategy, Averaging) and isinstance(strategy.averager, Averager),
         f"a plan predicts strategies whose averager has rounds, such as Gradients(Mean()), got {strategy!r}",
     )
+    require(
+        not strategy.counts_commits,
+        f"a plan predicts workers that wait for each other, got {strategy!r}; leave the quorum out",
+    )
     assert isinstance(strategy.averager, Averager)  # for the type checker
     averagers, wait_share = settings_of(strategy.averager)
     found = (math.inf, math.inf)

@@ -49,7 +49,7 @@ class Graph(Undirected):
         return self._adjacency[rank]
 
     def _validate(self, size: int) -> None:
-        _check_edges_fit(self, len(self._adjacency), size, self._cut_off)
+        _check_edges_fit(self, size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -93,7 +93,7 @@ class DirectedGraph(Topology):
         return Neighbours(dict.fromkeys(self._receivers[rank], own), receives, own)
 
     def _validate(self, size: int) -> None:
-        _check_edges_fit(self, len(self._receivers), size, self._cut_off)
+        _check_edges_fit(self, size)
 
 
 def from_networkx(graph: Any, weights: str = "metropolis") -> Graph | DirectedGraph:
@@ -137,13 +137,14 @@ def _checked_edges(topology: Topology, edges: Iterable[Sequence[Any]]) -> list[t
     return [(int(i), int(j)) for i, j in checked]
 
 
-def _check_edges_fit(topology: Graph | DirectedGraph, num_ranks: int, size: int, cut_off: list[int]) -> None:
-    name = f"{type(topology).__name__} with {len(topology.edges)} edges"
+def _check_edges_fit(topology: Graph | DirectedGraph, size: int) -> None:
+    name, num_ranks = f"{type(topology).__name__} with {len(topology.edges)} edges", _num_ranks(topology.edges)
     if num_ranks != size:
         raise ValueError(
             f"{name} cannot connect {size} workers: its edges name the ranks 0 to {num_ranks - 1}; "
             f"use {num_ranks} workers, or other edges"
         )
+    cut_off = topology._cut_off  # it looks at all ranks, so not before their number fits
     if cut_off:
         raise ValueError(
             f"{name} is disconnected: no path joins rank 0 both ways with the ranks {cut_off[:8]}"

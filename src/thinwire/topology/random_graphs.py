@@ -131,9 +131,10 @@ class WattsStrogatz(RandomGraph):
         require_integer("WattsStrogatz: degree", self.degree, 2)
 
     def _draw(self, uniform: UniformStream, size: int) -> list[tuple[int, int]]:
-        lattice = [(rank, (rank + d) % size) for d in range(1, self.degree // 2 + 1) for rank in range(size)]
-        if self.degree % 2:
-            far = self.degree // 2 + 1
+        degree = min(self.degree, size)  # complete all the same
+        lattice = [(rank, (rank + d) % size) for d in range(1, degree // 2 + 1) for rank in range(size)]
+        if degree % 2:
+            far = degree // 2 + 1
             # Half way round, a worker and its peer have the same edge.
             lattice += [(rank, (rank + far) % size) for rank in (range(far) if 2 * far == size else range(0, size, 2))]
         peers: list[set[int]] = [set() for _ in range(size)]

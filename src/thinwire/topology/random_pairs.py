@@ -12,6 +12,8 @@ from .base import Neighbours, Topology
 from .circulant import Circulant, Groups
 from .random_graphs import UniformStream
 
+MOST_STEPS = 4096  # workers check the weights of each
+
 
 @dataclass(frozen=True, repr=False)
 class RandomPairs(Topology):
@@ -23,7 +25,7 @@ class RandomPairs(Topology):
 
     Args:
         seed: of the pairs; the same on all workers.
-        num_steps: how many steps have pairs of their own.
+        num_steps: how many steps have pairs of their own, 1 to 4096.
 
     Raises:
         ValueError: a value out of range.
@@ -41,7 +43,7 @@ class RandomPairs(Topology):
 
     def __post_init__(self) -> None:
         require_integer("RandomPairs: seed", self.seed, 0)
-        require_integer("RandomPairs: num_steps", self.num_steps, 1)
+        require_integer("RandomPairs: num_steps", self.num_steps, 1, MOST_STEPS)
 
     def _period(self, size: int) -> int:
         return 1 if size == 2 else self.num_steps  # two workers have one pairing
@@ -65,7 +67,7 @@ class _OppositePairs(Circulant):
         return ((size // 2,),)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=MOST_STEPS)
 def _matching(seed: int, step: int, size: int) -> tuple[int, ...]:
     """The peer of each rank; its own rank if it has none."""
     # A stable sort, so that equal numbers have the same order on every machine.

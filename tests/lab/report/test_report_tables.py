@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 from operator import itemgetter
 from pathlib import Path
 
@@ -49,6 +50,17 @@ def test_nothing_is_best_among_runs_of_other_sizes(tmp_path, differs):
     assert ("**" in text) == (not differs)
     words = {"workers": "2 workers", "epochs": "epochs=3", "max_steps": "max_steps=7"}
     assert all(words[key] in text for key in differs), text
+
+
+def test_links_that_lead_in_a_circle_are_followed_once(tmp_path, monkeypatch):
+    run = write_run(tmp_path / "a" / "run")
+    (tmp_path / "a" / "again").symlink_to(tmp_path)
+    walked, walk = [], os.walk
+    monkeypatch.setattr(
+        os, "walk", lambda *given, **options: (walked.append(at) or at for at in walk(*given, **options))
+    )
+    assert [found.folder for found in find([tmp_path]).runs] == [run]
+    assert len(walked) < 6
 
 
 def test_means_and_deviations_over_seeds(runs):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -13,6 +14,7 @@ import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from helpers.command import started, thinwire
@@ -67,6 +69,16 @@ def finished(tmp_path_factory):
 def summaries(folder: Path) -> dict[str, int]:
     """When the results were written, by run."""
     return {file.parent.name: file.stat().st_mtime_ns for file in (folder / "runs").glob("*/summary.json")}
+
+
+def test_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
+    write(tmp_path)
+    sweep = sweep_in(tmp_path, monkeypatch)
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(
+        ValueError, match=r"^cannot lock a file in runs/\.sweep/\S+: No locks available; choose an output on"
+    ):
+        start(sweep.runs[0])
 
 
 def test_every_run_leaves_its_records_and_its_log(finished, monkeypatch):

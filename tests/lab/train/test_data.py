@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import io
 import math
@@ -15,6 +17,7 @@ import time
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -747,6 +750,14 @@ def test_one_worker_makes_a_file_and_the_others_wait_for_it():
         thread.join()
     assert len(made) == 1 and paths == ["content"] * 4
     assert cached("x", "other", lambda path: path.write_text("new")).read_text() == "new"
+
+
+def test_a_cache_on_a_file_system_without_locks_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(fcntl, "flock", Mock(side_effect=OSError(errno.ENOLCK, "No locks available")))
+    with pytest.raises(
+        ValueError, match=r"^cannot lock a file in /\S+: No locks available; choose a folder on a file system"
+    ):
+        cached("x", "other", lambda path: path.write_text("new"))
 
 
 def test_a_damaged_file_of_the_cache_is_named(tmp_path):

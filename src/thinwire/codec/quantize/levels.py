@@ -12,7 +12,7 @@ from torch import Tensor
 from ... import kernels
 from ...kernels import Flag
 from ...options import require_integer, require_number
-from ...schedule import Schedule
+from ...schedule import Schedule, extremes
 from ..base import Codec
 from ..traits import Traits
 from ..types import Symbols, number
@@ -163,7 +163,7 @@ class NUQSGD(LevelCodec):
         check_buckets("NUQSGD", self.bucket_size, self.norm)
         if isinstance(self.bits, int):
             kernels.levels.checked_levels(self.level_values)
-        for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
+        for bits in extremes(self.bits):
             replace(self, bits=int(bits))  # refuses what is refused without a schedule
 
     @property

@@ -10,7 +10,7 @@ from ...algorithm import require
 from ...kernels.checks import MAX_SEGMENT_NUMEL
 from ...kernels.quantize import Quantizer, Quantizers
 from ...options import require_integer
-from ...schedule import Schedule
+from ...schedule import Schedule, extremes
 from ..traits import Traits
 from ..types import Symbols, number
 from .checks import check_buckets
@@ -79,7 +79,7 @@ class QSGD(EvenLevels):
         require(
             self.levels is None or self.zero, "QSGD: levels include zero; give bits instead of levels with zero=False"
         )
-        for bits in self.bits.extremes if isinstance(self.bits, Schedule) else ():
+        for bits in extremes(self.bits):
             replace(self, bits=int(bits))  # refuses what is refused without a schedule
 
     @property

@@ -100,7 +100,7 @@ def find(paths: Sequence[Path]) -> Found:
         if path.is_file():
             _add_consensus(path, found)
             continue
-        folders = sorted(set(_run_folders(path)))
+        folders = sorted(_run_folders(path))
         for folder in folders:
             # Paths may overlap, or lead through links to the same folder.
             if (real := folder.resolve()) not in seen:
@@ -115,10 +115,14 @@ def find(paths: Sequence[Path]) -> Found:
 
 
 def _run_folders(path: Path) -> Iterator[Path]:
+    seen = set[str]()
     for folder, below, files in os.walk(path, followlinks=True):
-        if set(FILES) & set(files):
-            below.clear()  # checkpoints and events contain no runs
+        is_run, real = bool(set(FILES) & set(files)), os.path.realpath(folder)
+        if is_run:
             yield Path(folder)
+        # Checkpoints and events contain no runs, and links may lead in a circle.
+        below[:] = [] if is_run or real in seen else sorted(below)
+        seen.add(real)
 
 
 def _add_run(folder: Path, found: Found) -> None:

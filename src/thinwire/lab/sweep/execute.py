@@ -33,7 +33,9 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
     write_down(run)
     able = able_to(f"start the run {run.folder.name}", "the same command tries again")
     with able, open(run.records / "lock", "w") as lock, open(run.records / "log.txt", "a") as log:
-        if not locked(lock):
+        with able_to(f"lock a file in {run.records}", "choose an output on a file system that has locks"):
+            is_free = locked(lock)
+        if not is_free:
             return None
         print(f"{BEGINS}{time.strftime('%Y-%m-%d %H:%M:%S')}, on {os.uname().nodename}", file=log, flush=True)
         # Stays if the process dies, also before it has read its run.

@@ -105,8 +105,8 @@ class RunConfig:
     log_every: int = _whole(10)
     """Steps between two rows of metrics; lower => finer curves, larger files."""
     variance: bool = False
-    """Also record the relative variance of a lossy codec; costs one more encoding for each row. Local updates
-    and gossip have none."""
+    """Also record the relative variance of a lossy codec; costs one more encoding for each row. Local updates, gossip,
+    PowerSGD and votes have none."""
     wandb: str | None = None
     """Project of Weights & Biases that also gets the rows; needs its package, and an account or WANDB_MODE=offline."""
     mlflow: str | None = None

@@ -29,7 +29,7 @@ class CrossEntropy(Loss):
 
         loss = -(1 - e) log p[label] - (e / C) sum_c log p[c]
 
-    averaged over the labels that count.
+    averaged over the labels that count. Rows of metrics have the loss without smoothing, in training and test alike.
 
     Raises:
         ValueError: smoothing outside [0, 1).

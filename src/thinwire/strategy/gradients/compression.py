@@ -23,9 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...algorithm import require, required
 from ...average.base import Averager, NamedTensors
+from ...average.mean.mean import Mean
 from ...codec import Codec
 from ...comm import Communicator
 from ...membership import check_state
+from ...memory import MomentumCorrection
 from ..base import AveragerAttachment
 from ..model.ddp import DdpRefusal, unwrapped
 from ..model.mean_model import holding_mean
@@ -106,10 +108,12 @@ class GradientCompression(AveragerAttachment):
         Each step of an optimizer over these parameters checks it too; this call checks before the first step.
 
         Raises:
-            ValueError: both apply momentum.
+            ValueError: both apply momentum, or `DGCSGD` has another factor for weight decay than the averager.
         """
         if self.averager.traits.has_momentum:
-            check_optimizer(optimizer, [p for _, p in self.parameters])
+            memory = self.averager.memory if isinstance(self.averager, Mean) else None
+            factor = memory.momentum if isinstance(memory, MomentumCorrection) else None
+            check_optimizer(optimizer, [p for _, p in self.parameters], factor)
 
     def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore what this worker's `state_dict` returned: now, or as soon as the first bucket connects the workers.

@@ -26,7 +26,7 @@ class DGCSGD(torch.optim.Optimizer):
         params: parameters or parameter groups, as for any optimizer.
         lr: learning rate.
         weight_decay: higher => smaller weights.
-        momentum: m of the decay term only; 0 => ordinary weight decay.
+        momentum: m of the decay term only, the same as the averager's; 0 => ordinary weight decay.
         nesterov: whether the averager's momentum is Nesterov's.
 
     Raises:
@@ -79,17 +79,30 @@ class DGCSGD(torch.optim.Optimizer):
         return grad + (decay + buffer * group["decay_momentum"] if group["nesterov"] else buffer)
 
 
-def check_optimizer(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> None:
-    """Raise a ValueError if `optimizer` applies momentum of its own to any of `parameters`."""
+def check_optimizer(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], momentum_of_averager: float | None = None
+) -> None:
+    """Raise a ValueError if `optimizer` applies momentum of its own to any of `parameters`.
+
+    Where the averager's factor is known, the momentum of weight decay in `DGCSGD` must have it too, or be 0.
+    """
     ours = {id(p) for p in parameters}
     for group in optimizer.param_groups:
+        if ours.isdisjoint(map(id, group["params"])):
+            continue
         # The first beta of Adam is momentum too.
         own = group.get("momentum")
         momentum = own or next(iter(group.get("betas", ())), 0)
         remedy = "--optimizer.momentum 0" if own else "--optimizer.kind DGCSGD"
         require(
-            not momentum or ours.isdisjoint(map(id, group["params"])),
+            not momentum,
             f"{type(optimizer).__name__} has momentum {momentum} of its own, and the averaged gradients carry momentum "
             "already; use tw.strategy.DGCSGD(..., weight_decay=...) or torch.optim.SGD(..., momentum=0), on the command line "
             f"{remedy}",
+        )
+        of_decay = group.get("weight_decay") and group.get("decay_momentum", 0)
+        require(
+            momentum_of_averager is None or not of_decay or of_decay == momentum_of_averager,
+            f"DGCSGD has momentum {of_decay} for weight decay, and the averager {momentum_of_averager} for gradients; give it "
+            f"momentum={momentum_of_averager} too, or 0 for weight decay without momentum",
         )

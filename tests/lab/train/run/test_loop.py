@@ -7,8 +7,11 @@ import json
 import math
 import shutil
 import sys
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -22,11 +25,13 @@ from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import Batch, ImageFolder
 from thinwire.lab.train.device import choose_device
+from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
 from thinwire.lab.train.results.evaluation import evaluate
-from thinwire.lab.train.results.trackers import MLflow, WandB, check_installed
+from thinwire.lab.train.results.trackers import SILENT_SECONDS, MLflow, Tracker, WandB, check_installed, trackers
 from thinwire.lab.train.run import loop
+from thinwire.lab.train.start.watch import LAST_SECONDS, STOP_SECONDS
 from thinwire.lab.train.step.training import Training, check_clipping, prepare
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
@@ -84,10 +89,32 @@ def test_accumulated_gradients_are_those_of_one_large_batch_and_are_averaged_onc
         training.strategy.detach()
 
 
-@pytest.mark.parametrize("strategy", ["Local(Mean(), every=2)", "Gossip(Mix())"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Local(Mean(QSGD(bits=4)), every=2)",
+        "Gossip(Mix())",
+        "Gradients(Mean())",
+        "Gradients(PowerSGD())",
+        "Gradients(Mean(SignSGD(scale=0.1)))",
+    ],
+)
 def test_a_run_says_that_it_records_no_variance(alone, cache, tmp_path, strategy, capfd):
     run_alone(replace(CONFIG, strategy=strategy, variance=True, max_steps=1), tmp_path / "run", alone)
-    assert f"--variance records nothing: {strategy} averages no gradients" in capfd.readouterr().err
+    assert f"--variance records nothing: {strategy} does not average gradients by a lossy" in capfd.readouterr().err
+
+
+def test_rows_have_the_loss_without_label_smoothing(alone, cache, tmp_path):
+    config = replace(CONFIG, optimizer=replace(PLAIN, learning_rate=1e-12), max_steps=1)  # the weights stay as they are
+    smoothed = replace(config, loss=CrossEntropy(label_smoothing=0.3))
+    (plain,), (row,) = (run_alone(c, tmp_path / str(i), alone)[0] for i, c in enumerate((config, smoothed)))
+    assert [row[name] for name in ("loss", "test_loss")] == [plain[name] for name in ("loss", "test_loss")]
+
+
+def test_a_run_that_records_variance_says_nothing_of_it(alone, cache, tmp_path, capfd):
+    config = replace(CONFIG, strategy="Gradients(Mean(QSGD(bits=4)))", variance=True, max_steps=1)
+    rows, _ = run_alone(config, tmp_path / "run", alone)
+    assert "variance" in rows[-1] and "records nothing" not in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("clip_norm", [0.1, 1e6])
@@ -298,14 +325,21 @@ def test_rows_go_to_mlflow_where_asked_and_a_run_goes_on_there(tmp_path, monkeyp
     rows, _ = run_alone(config, tmp_path / "mine", alone)
     again = MLflow(config, tmp_path / "mine")
     again.row({"step": 4, "loss": math.nan, "accuracy": 0.5, "levels": [-1.0, 1.0]})
+    again.row({"step": 4, "loss": 0.25})  # as at the end of an epoch with a quorum
     again.close()
+    resumed = MLflow(config, tmp_path / "mine")
+    for step in (3, 4, 5):
+        resumed.row({"step": step, "loss": 0.125, "resumed": 1.0})
     client = mlflow.MlflowClient()
+    resumed.close()
     (kept,) = client.search_runs([client.get_experiment_by_name("wires").experiment_id])
     assert (kept.info.run_name, kept.info.status) == ("mine", "FINISHED")
     assert kept.data.params["strategy"] == config.strategy and kept.data.params["data.kind"] == "Digits"
     for name in ("loss", "bytes_sent", "learning_rate"):
         history = [(metric.step, metric.value) for metric in client.get_metric_history(kept.info.run_id, name)]
-        assert history == [(row["step"], pytest.approx(row[name])) for row in rows if row[name] is not None]
+        expected = [(row["step"], pytest.approx(row[name])) for row in rows]
+        assert history == expected + [(4, 0.25), (5, 0.125)] * (name == "loss")
+    assert [metric.step for metric in client.get_metric_history(kept.info.run_id, "resumed")] == [5]
     assert kept.data.metrics["accuracy"] == 0.5 and "levels" not in kept.data.metrics
 
 
@@ -313,12 +347,66 @@ def test_a_run_goes_on_where_mlflow_is_gone(tmp_path, monkeypatch, caplog):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "tracked").as_uri())
     pytest.importorskip("mlflow")
-    tracker = MLflow(replace(CONFIG, mlflow="wires"), tmp_path)
-    tracker.row({"step": 1, "loss": 0.5})
+    MLflow(config := replace(CONFIG, mlflow="wires"), tmp_path).row({"step": 1, "loss": 0.5})
     shutil.rmtree(tmp_path / "tracked")
-    tracker.row({"step": 2, "loss": 0.25})
+    (tracker,) = trackers(config, tmp_path)
+    for step in (2, 3):
+        tracker.row({"step": step, "loss": 0.25})
     tracker.close()
-    assert "MLflow has not taken all rows of run" in caplog.text and "metrics.jsonl has them" in caplog.text
+    (line,) = caplog.messages
+    assert line.startswith("MLflow has not taken all rows: ") and line.endswith("; metrics.jsonl has them")
+
+
+def test_a_worker_has_given_up_a_tracker_before_it_is_killed():
+    assert SILENT_SECONDS <= min(STOP_SECONDS, LAST_SECONDS) / 2
+
+
+def test_a_server_that_never_answers_holds_up_nothing(monkeypatch, caplog):
+    monkeypatch.setattr("thinwire.lab.train.results.trackers.SILENT_SECONDS", 0.05)
+    answer = threading.Event()
+    tracker = Tracker("MLflow", lambda: answer.wait() and Mock())
+    tracker.row({"step": 1})
+    tracker.close()
+    assert caplog.messages == [
+        "MLflow has not taken all rows: it has not answered for 0.05 seconds; metrics.jsonl has them"
+    ]
+    answer.set()
+
+
+def test_the_end_of_a_run_waits_as_long_as_a_server_takes_rows(monkeypatch, caplog):
+    monkeypatch.setattr("thinwire.lab.train.results.trackers.SILENT_SECONDS", 0.2)
+    taken = []
+
+    class Slow:
+        def row(self, values):
+            time.sleep(0.05)
+            taken.append(values["step"])
+
+        def close(self):
+            taken.append("closed")
+
+    tracker = Tracker("MLflow", Slow)
+    for step in range(10):
+        tracker.row({"step": step})
+    tracker.close()
+    assert taken == [*range(10), "closed"] and not caplog.messages
+
+
+def test_a_tracker_that_cannot_begin_ends_no_run(tmp_path, monkeypatch, alone, capfd):
+    package = Project()
+    package.init = lambda **options: 1 / 0
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    rows, _ = run_alone(replace(CONFIG, max_steps=3, wandb="wires"), tmp_path / "mine", alone)
+    assert len(rows) == 3
+    assert "Weights & Biases has not taken all rows: division by zero; metrics" in capfd.readouterr().err
+
+
+def test_a_change_of_workers_leaves_trackers_open(tmp_path, monkeypatch, alone):
+    package = Project()
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    monkeypatch.setattr(loop.Workers, "synchronize", lambda workers, state: state.done == 2)
+    rows, _ = run_alone(replace(CONFIG, max_steps=3, wandb="wires"), tmp_path / "mine", alone)
+    assert len(package.begun) == 1 and [step for step, _ in package.rows] == [row["step"] for row in rows] == [1, 2, 3]
 
 
 def test_a_missing_package_is_one_line_before_anything_starts(tmp_path, monkeypatch):

@@ -78,6 +78,15 @@ def undisturbed(tmp_path_factory):
     return final(folder / "runs" / "alone")
 
 
+def test_an_absurd_number_of_workers_starts_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "spawn", Mock())
+    with pytest.raises(
+        ValueError, match="starts at most 1024 workers, got 1000000000; start more by torchrun, srun or"
+    ):
+        train(RunConfig("digits", workers=10**9, output=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
 @needs_lab("two nodes are")
 def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
     with ExitStack() as stack:

@@ -92,11 +92,12 @@ def locked(path: Path) -> Iterator[None]:
     """Lock out other processes while `path` is made; the lock ends with the process in any case.
 
     Raises:
-        ValueError: nothing can be written beside `path`.
+        ValueError: nothing can be written beside `path`, or no file locked.
     """
     with able_to(f"write to {path.parent}", "choose another folder"):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f".{path.name}.lock"), "w")  # `os.replace` gives `path` another inode
     with lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with able_to(f"lock a file in {path.parent}", "choose a folder on a file system that has locks"):
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -22,6 +22,12 @@ from ....strategy import AveragerAttachment, GradientCompression
 CHOSEN = ("bits", "budget_bits", "error")
 
 
+def has_variance(strategy: AveragerAttachment) -> bool:
+    """Whether the strategy encodes gradients by a codec whose variance can be measured: lossy, and without a vote."""
+    averager = strategy.averager
+    return not strategy.models_differ and isinstance(averager, Mean) and _is_lossy(averager.codec)
+
+
 def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tensor]) -> dict[str, Any]:
     """Return the codec's relative `variance` on these gradients, its `levels` if they adapt, and what it chose for layers.
 
@@ -107,7 +113,7 @@ def _encoded(mean: Mean, tensors: list[Tensor]) -> list[Tensor]:
 
 
 def _variance(codec: Codec, encoded: list[Tensor]) -> float | None:
-    if codec.traits.lossless or codec.traits.votes or not encoded:
+    if not _is_lossy(codec) or not encoded:
         return None
     if not all(g.isfinite().all() for g in encoded):
         return math.nan
@@ -116,6 +122,10 @@ def _variance(codec: Codec, encoded: list[Tensor]) -> float | None:
     codec.encode(encoded, [Key(stream=i) for i in range(len(encoded))], lost)
     total = _squared(encoded)
     return _squared(lost) / total if total else None
+
+
+def _is_lossy(codec: Codec) -> bool:
+    return not (codec.traits.lossless or codec.traits.votes)
 
 
 def _squared(tensors: list[Tensor]) -> float:

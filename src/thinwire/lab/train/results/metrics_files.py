@@ -27,11 +27,12 @@ log = logging.getLogger("thinwire")
 COLUMNS = {
     "step": "optimizer steps so far; with a quorum, committed examples, in steps of all workers together",
     "epoch": "passes over the training data so far, with a fraction",
-    "loss": "training loss, mean over the workers' batches since the last row; null if it was infinite or NaN for any",
+    "loss": "training loss, mean over the workers' batches since the last row; of classes and text the cross-entropy without "
+    "label smoothing. Null if it was infinite or NaN for any",
     "accuracy": "training accuracy, likewise; 0..1",
     "top5_accuracy": "share of training examples whose class is among the five highest scores, likewise",
     "perplexity": "of text: exp of the loss, likewise",
-    "test_loss": "loss on the held-out test set, at the end of an epoch only. Where models differ, mean over the workers",
+    "test_loss": "the same on the held-out test set, at the end of an epoch only. Where models differ, mean over the workers",
     "test_accuracy": "accuracy there, 0..1; likewise",
     "test_top5_accuracy": "share of test examples whose class is among the five highest scores; likewise",
     "test_perplexity": "of text: exp of the loss there; likewise",

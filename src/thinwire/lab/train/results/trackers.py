@@ -6,10 +6,14 @@ A tracker remembers the run's id in the run's folder, so that a resumed run cont
 from __future__ import annotations
 
 import logging
+import math
+import threading
 import time
+from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from queue import SimpleQueue
 
 from ...fields import flat
 from ...files import plain
@@ -19,6 +23,10 @@ log = logging.getLogger("thinwire")
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """By the field that names the project: the package to install, whose module has the field's name."""
+
+SILENT_SECONDS = (
+    15.0  # that the end of a run waits for a server which takes nothing; a worker that stops is killed after 30
+)
 
 
 def check_installed(config: RunConfig) -> None:
@@ -39,12 +47,57 @@ def check_installed(config: RunConfig) -> None:
                 ) from None
 
 
-def trackers(config: RunConfig, folder: Path) -> list[WandB | MLflow]:
+def trackers(config: RunConfig, folder: Path) -> list[Tracker]:
     """Those that the configuration asks for."""
     return [
-        *([WandB(config, folder)] if config.wandb is not None else []),
-        *([MLflow(config, folder)] if config.mlflow is not None else []),
+        *([Tracker("Weights & Biases", partial(WandB, config, folder))] if config.wandb is not None else []),
+        *([Tracker("MLflow", partial(MLflow, config, folder))] if config.mlflow is not None else []),
     ]
+
+
+class Tracker:
+    """Sends rows in a thread of its own: a slow server delays no step, and one that is gone ends no run.
+
+    After a failure it sends nothing more, and says so once.
+
+    Args:
+        name: for the warning.
+        begin: connects; called in the thread.
+    """
+
+    def __init__(self, name: str, begin: Callable[[], WandB | MLflow]):
+        self._name, self._rows = name, SimpleQueue[dict[str, float] | None]()
+        self._thread = threading.Thread(target=self._send, args=(begin,), daemon=True, name=name)
+        self._thread.start()
+
+    def _send(self, begin: Callable[[], WandB | MLflow]) -> None:
+        try:
+            receiver = begin()
+            while (row := self._rows.get()) is not None:
+                receiver.row(row)
+            receiver.close()
+        except Exception as error:
+            self._warn(" ".join(str(error).split()))
+
+    def row(self, values: dict[str, float]) -> None:
+        """Send a row."""
+        if self._thread.is_alive():
+            self._rows.put(values)
+
+    info = row
+
+    def close(self) -> None:
+        """Wait until all rows are sent, unless the server takes none for `SILENT_SECONDS`."""
+        self._rows.put(None)
+        left = math.inf
+        while self._thread.is_alive() and self._rows.qsize() < left:
+            left = self._rows.qsize()
+            self._thread.join(SILENT_SECONDS)
+        if self._thread.is_alive():
+            self._warn(f"it has not answered for {SILENT_SECONDS:g} seconds")
+
+    def _warn(self, reason: str) -> None:
+        log.warning(f"{self._name} has not taken all rows: {reason}; metrics.jsonl has them")
 
 
 class WandB:
@@ -68,8 +121,6 @@ class WandB:
         """Send a row."""
         self._run.log(plain(values), step=values["step"])
 
-    info = row
-
     def close(self) -> None:
         """Wait until all rows are sent."""
         self._run.finish()
@@ -87,11 +138,12 @@ class MLflow:
         assert config.mlflow is not None, "only a run with an experiment has one of these"
         self._package = import_module("mlflow")
         self._client = self._package.MlflowClient()
-        self._sent: list[Any] = []
+        self._last = -1  # step of the last row that the server had before a resume, or of what a callback logged
         remembered = folder / "mlflow-id.txt"
         if remembered.exists():
             self._id = remembered.read_text()
             self._client.update_run(self._id, status="RUNNING")
+            self._last = int(self._client.get_run(self._id).data.metrics.get("step", -1))
             return
         found = self._client.get_experiment_by_name(config.mlflow)
         experiment = self._client.create_experiment(config.mlflow) if found is None else found.experiment_id
@@ -101,20 +153,17 @@ class MLflow:
         self._client.log_batch(self._id, params=settings)
 
     def row(self, values: dict[str, float]) -> None:
-        """Send the row's numbers, in a thread of MLflow. It has no place for a list, and none for what is missing."""
+        """Send the row's numbers, unless the server has them from before a resume.
+
+        MLflow has no place for a list, and none for what is missing.
+        """
         now, step = int(1000 * time.time()), int(values["step"])
+        if step <= self._last:
+            return
         numbers = {key: value for key, value in plain(values).items() if isinstance(value, (int, float))}
         metric = self._package.entities.Metric
-        metrics = [metric(key, value, now, step) for key, value in numbers.items()]
-        self._sent.append(self._client.log_batch(self._id, metrics, synchronous=False))
-
-    info = row
+        self._client.log_batch(self._id, [metric(key, value, now, step) for key, value in numbers.items()])
 
     def close(self) -> None:
-        """Wait until all rows are sent, and say that the run is over; one that is resumed is running again."""
-        try:
-            for row in self._sent:
-                row.wait()
-            self._client.set_terminated(self._id)
-        except self._package.MlflowException as error:  # a server that is gone must not end the training
-            log.warning(f"MLflow has not taken all rows of run {self._id}: {error}; metrics.jsonl has them")
+        """Say that the run is over; one that is resumed is running again."""
+        self._client.set_terminated(self._id)

@@ -46,13 +46,13 @@ from ..device import choose_device
 from ..folder import checkpoint
 from ..folder.run_folder import begin, require_shared
 from ..results.callbacks import Callback, EachStep, called
-from ..results.codec_statistics import codec_statistics, own_gradients
+from ..results.codec_statistics import codec_statistics, has_variance, own_gradients
 from ..results.evaluation import evaluate
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
 from ..results.summary import summary
 from ..results.terminal import Terminal
-from ..results.trackers import trackers
+from ..results.trackers import Tracker, trackers
 from ..shared_errors import run_on_all, same_error_on_all
 from ..step.blocks import BlockCourse, BlockSteps
 from ..step.image_sizes import check_image_sizes
@@ -106,8 +106,9 @@ def run(
         comm.check_agreement({"training data": data.digest()})
         warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
         training = prepare(config, data, device, workers.elastic, comm, layout)
-    if config.variance and training.strategy.models_differ:
-        warnings.append(f"--variance records nothing: {config.strategy} averages no gradients")
+    if config.variance and not has_variance(training.strategy):
+        why = f"{config.strategy} does not average gradients by a lossy codec without a vote, such as QSGD(bits=4)"
+        warnings.append(f"--variance records nothing: {why}")
     run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
     run_on_all(comm, lambda: None if comm.is_elastic else require_shared(folder))
     if layout is not None and workers.is_first:
@@ -147,6 +148,7 @@ class _Worker:
         self.at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
         self.meter = Meter(data, training.strategy, training.virtual)
         self.watchers: list[Any] = []
+        self.trackers: list[Tracker] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
         self.is_first_here = False
@@ -216,10 +218,10 @@ class _Worker:
         return 0
 
     def close(self) -> None:
-        """Close the files of metrics."""
-        for watcher in self.watchers:
+        """Close the files of metrics, and wait until the trackers have sent their rows."""
+        for watcher in {*self.watchers, *self.trackers}:
             watcher.close()
-        self.watchers = []
+        self.watchers, self.trackers = [], []
 
     def _report_damage(self) -> None:
         """Once the workers of an elastic run know who has the newest state: say what was wrong with own checkpoints."""
@@ -375,15 +377,20 @@ class _Worker:
 
     def _open(self, done: int) -> None:
         """Open the receivers of rows, anew, after `done` steps: they have `row(values)`, `info(values)` and `close()`."""
-        self.close()
+        for watcher in self.watchers:
+            if watcher not in self.trackers:
+                watcher.close()
+        self.watchers = []
         if self.workers.writes:
             config = self.config
             # The loss scaler of fp16 lets gradients overflow to find its scale.
             limit = None if config.precision == "fp16" else config.parsed_strategy().max_nonfinite
+            # These stay open: no other worker waits for a server that is gone.
+            self.trackers = self.trackers or trackers(config, self.folder)
             self.watchers = [
                 Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit),
                 MetricsWriter(self.folder, done, self.data.metric_names),
-                *trackers(config, self.folder),
+                *self.trackers,
             ]
 
     def _share_with_joiners(self, comm: ElasticCommunicator) -> None:

@@ -38,6 +38,7 @@ log = logging.getLogger("thinwire")
 # After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
 # them as soon as rank 0 has ended.
 TELLING_SECONDS = 10.0
+MOST_WORKERS = 1024  # each takes more than 100 MB of memory
 OnStop = Callable[[Interrupted], None]
 OnStart = Callable[[Path], object] | None
 
@@ -103,6 +104,10 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
     require(
         config.workers == 1 or config.listen or config.relay is not None,
         "several workers that take no connections need a relay; leave --no-listen out, or add --relay HOST:PORT",
+    )
+    require(
+        config.workers <= MOST_WORKERS,
+        f"a machine starts at most {MOST_WORKERS} workers, got {config.workers}; start more by torchrun, srun or mpirun",
     )
     credentials = credentials_of(config)
     meets_here = config.lighthouse is None and (credentials is None or credentials.address is None)
