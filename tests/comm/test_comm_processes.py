@@ -103,6 +103,25 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
 # ---- spawn itself ----
 
 
+def sums_without_gloos_ring(comm) -> list[torch.Tensor]:
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("two workers need no ring")):
+        halves = torch.tensor([0.1, 1e8, float("nan"), -0.0]) * (1 + comm.rank)
+        whole = torch.arange(300_000).view(3, -1) + comm.rank
+        found = [comm.all_reduce(halves).wait(), comm.all_reduce(whole).wait()]
+    assert found[0] is halves
+    return found
+
+
+def test_two_workers_add_up_in_one_exchange():
+    """On a long line Gloo's ring takes more than twice as long."""
+    first, second = spawn(2, sums_without_gloos_ring)
+    expected = torch.tensor([0.1, 1e8, float("nan"), -0.0]) + torch.tensor([0.1, 1e8, float("nan"), -0.0]) * 2
+    for halves, whole in (first, second):
+        torch.testing.assert_close(halves, expected, rtol=0, atol=0, equal_nan=True)
+        assert torch.equal(whole, 2 * torch.arange(300_000).view(3, -1) + 1)
+    assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))
+
+
 def fails_on_rank_one(comm):
     if comm.rank == 1:
         raise ValueError("ratio must be in (0, 1], got 2")

@@ -21,10 +21,10 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
 worker, to the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
 headers. A ring all-reduce counts 2 (W-1) messages, its steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its
 tensor into whole elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them);
-the sum over workers, 2 (W-1) n, is exact.
+the sum over workers, 2 (W-1) n, is exact. Two workers exchange whole tensors instead, in half as many messages.
 `TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which is
 2 (W-1) messages and, in even shards, the same bytes. It cuts large tensors into up to eight pieces that each take as many
-messages, and the ledger counts those of one; two workers that exchange whole tensors send half as many. To a chunk of a
+messages, and the ledger counts those of one; two workers may exchange whole tensors too. To a chunk of a
 message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB
 (128 KiB from 3 ms on). What is sent again, because a connection was lost or a chunk is late, is not in the ledger:
 `TcpCommunicator.counts` has it. Channels are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each

@@ -34,7 +34,7 @@ from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
-from .gloo import hang_up, wait_for_all
+from .gloo import hang_up, start_sum_of_two, wait_for_all
 from .handle import CommunicationError, reason_of
 from .ledger import Ledger
 from .side_streams import SideStreams
@@ -167,6 +167,8 @@ class ProcessGroupCommunicator(Communicator):
         if tensor.numel() == 0:
             return partial(wait_for_all, [])
         sent = self._sendable(tensor)
+        if self.size == 2 and self._backends[tensor.device.type] == "gloo":
+            return start_sum_of_two(sent, tensor, self.rank, self._start_exchange)
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         return partial(wait_for_all, [("", work)], [(tensor, sent)])
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ..exit import until_exit
-from ..gloo import hang_up, wait_for_all
+from ..gloo import hang_up, start_sum_of_two, wait_for_all
 from ..handle import CommunicationError
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
@@ -133,6 +133,8 @@ class GlooGroups(Groups):
         return self
 
     def _start_all_reduce(self, tensor: Tensor) -> Wait:
+        if self._gloo.size() == 2:
+            return start_sum_of_two(tensor, tensor, self._gloo.rank(), self._start_exchange)
         return self._waiting([("", self._gloo.allreduce([tensor], dist.AllreduceOptions()))])
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
