@@ -41,6 +41,7 @@ def main() -> None:
         report_to=[],
         use_cpu=True,
         seed=0,
+        average_tokens_across_devices=False,  # all batches have equally many; else workers would ask in each step
     )
     trainer = Trainer(GPT2LMHeadModel(config), arguments, data_collator=collate, train_dataset=data)
     AttachStrategy(trainer, options.strategy, resume_from=options.resume)
