@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import TensorDataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+import thinwire.comm.backend  # noqa: F401 - makes the backend "thinwire" known
 from thinwire.integrations.transformers import AttachStrategy
 
 TEXT = Path(__file__).parents[2] / "LICENSE"
@@ -24,10 +25,12 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--strategy", default="Gradients(PowerSGD(rank=4))")
+    parser.add_argument("--backend", default="gloo", help="thinwire: our own connections, for long lines")
     parser.add_argument("--output", default="runs/transformers")
     parser.add_argument("--resume", help="folder of the checkpoint to continue")
     options = parser.parse_args()
 
+    torch.distributed.init_process_group(options.backend)  # the trainer takes the group that is there
     tokens = torch.tensor(list(TEXT.read_bytes()))
     data = TensorDataset(tokens[: len(tokens) // 64 * 64].view(-1, 64))
     config = GPT2Config(vocab_size=256, n_positions=64, n_embd=64, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0)
