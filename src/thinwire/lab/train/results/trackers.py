@@ -24,9 +24,8 @@ log = logging.getLogger("thinwire")
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """By the field that names the project: the package to install, whose module has the field's name."""
 
-SILENT_SECONDS = (
-    15.0  # that the end of a run waits for a server which takes nothing; a worker that stops is killed after 30
-)
+SILENT_SECONDS = 15.0
+"""That the end of a run waits for a server which takes nothing. A worker that stops is killed after 30."""
 
 
 def check_installed(config: RunConfig) -> None:
