@@ -218,16 +218,22 @@ def lightning_own_models_worker(
     from thinwire.integrations.lightning import AttachStrategy
 
     class Linear(pl.LightningModule):
-        def __init__(self) -> None:
+        def __init__(self, is_automatic: bool) -> None:
             super().__init__()
             torch.manual_seed(comm.rank)
-            self.net = nn.Linear(4, 4)
+            self.net, self.automatic_optimization = nn.Linear(4, 4), is_automatic
             self.trained: list[torch.Tensor] = []
             self.validated: list[torch.Tensor] = []
 
         def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
             self.trained.append(self.net.weight.detach().clone())
-            return self.net(batch).square().mean()
+            loss = self.net(batch).square().mean()
+            if not self.automatic_optimization:
+                optimizer = self.optimizers()
+                optimizer.zero_grad()
+                self.manual_backward(loss)
+                optimizer.step()
+            return loss
 
         def validation_step(self, batch: torch.Tensor, index: int) -> None:
             self.validated.append(self.net.weight.detach().clone())
@@ -235,24 +241,29 @@ def lightning_own_models_worker(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    module = Linear()
     data = torch.utils.data.DataLoader(torch.randn(7, 4, generator=torch.Generator().manual_seed(comm.rank)))
-    trainer = pl.Trainer(
-        accelerator="cpu",
-        devices=2,
-        strategy="ddp",
-        plugins=[started_processes()],
-        use_distributed_sampler=False,
-        max_epochs=2,
-        limit_val_batches=1,
-        logger=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        enable_checkpointing=False,
-        callbacks=[AttachStrategy("Local(Mean(), every=4)")],
-    )
-    trainer.fit(module, data, data)
+    modules = [Linear(is_automatic) for is_automatic in (False, True)]
+    for module in modules:
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=2,
+            strategy="ddp",
+            plugins=[started_processes()],
+            use_distributed_sampler=False,
+            max_epochs=2,
+            limit_val_batches=1,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=[AttachStrategy("Local(Mean(), every=4)")],
+        )
+        trainer.fit(module, data, data)
     trainer.save_checkpoint(folder / "ended.ckpt")
+    two = SimpleNamespace(world_size=2, precision_plugin=None, strategy=trainer.strategy, optimizers=[None, None])
+    with pytest.raises(ValueError, match="follows the steps of one optimizer, and the module has 2; return one"):
+        AttachStrategy("Local(Mean(), every=4)").on_fit_start(two, module)
+    assert torch.equal(modules[0].net.weight, module.net.weight)
     return module.trained, module.validated, module.net.weight.detach()
 
 
@@ -348,8 +359,26 @@ def transformers_worker(comm: tw.comm.Communicator, folder: Path, damaged: bytes
     return str(found.value)
 
 
-def transformers_own_models_worker(comm: tw.comm.Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Weights of a model of a worker's own while its trainer evaluates it, after that, and when training has ended."""
+def saved_by_thread(comm: tw.comm.Communicator, folder: Path) -> None:
+    """Save what a worker of `transformers_own_models_worker` has after 3 steps and a round, on another number of workers."""
+    from thinwire.integrations.state import WorkerState
+
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with tw.attach(model, optimizer, "Local(Mean(), every=3)", comm=comm) as strategy:
+        for _ in range(3):
+            model(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+        torch.save(WorkerState(strategy, model, [optimizer]).state_dict(), folder / f"thinwire-rank{comm.rank}.pt")
+
+
+def transformers_own_models_worker(
+    comm: tw.comm.Communicator, folder: Path
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Weights of a model of a worker's own while its trainer evaluates it, after that, and when training has ended.
+
+    The worker also resumes what one and three workers saved.
+    """
     from thinwire.integrations.transformers import AttachStrategy
 
     model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
@@ -370,7 +399,14 @@ def transformers_own_models_worker(comm: tw.comm.Communicator) -> tuple[torch.Te
     own = model.module.weight.detach().clone()
     callback.on_train_end(arguments, SimpleNamespace(global_step=1), None)
     assert torch.equal(trainer.evaluate(), model.module.weight)  # no longer together
-    return seen[0], own, model.module.weight.detach()
+    ended = model.module.weight.detach().clone()
+    for name in ("one", "three"):
+        resumed = AttachStrategy(trainer, "Local(Mean(), every=3)", resume_from=folder / name)
+        resumed.on_train_begin(arguments, SimpleNamespace(global_step=3), None)
+        (own_state,) = resumed.handle.state_dict().values()
+        assert own_state["fragments"][0]["state"]["progress"]["step"] == 1
+        resumed.handle.detach()
+    return seen[0], own, ended
 
 
 def transformers_works(folder: Path) -> None:
@@ -380,7 +416,10 @@ def transformers_works(folder: Path) -> None:
     ):
         first, second = spawn(2, partial(transformers_worker, folder=folder, damaged=damaged))
         assert first == second and re.match(f"rank 1: .*{expected}", first), first
-    (evaluated, own, ended), (same, other, same_end) = spawn(2, transformers_own_models_worker)
+    for number, name in ((1, "one"), (3, "three")):
+        (folder / name).mkdir()
+        tw.LocalWorld(number).run(partial(saved_by_thread, folder=folder / name))
+    (evaluated, own, ended), (same, other, same_end) = spawn(2, partial(transformers_own_models_worker, folder=folder))
     assert torch.equal(evaluated, same) and not torch.equal(own, other)
     torch.testing.assert_close(evaluated, (own + other) / 2)
     assert torch.equal(ended, same_end) and torch.equal(ended, evaluated)

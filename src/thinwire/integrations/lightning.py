@@ -5,9 +5,11 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
+from ..algorithm import require
 from ..attaching import attach
 from ..comm import ProcessGroupCommunicator
 from ..strategy import AveragerAttachment, GradientCompression
+from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
 from . import averaging, trainer_package
 from .numbers import numbers, short_numbers
@@ -59,6 +61,11 @@ class AttachStrategy(pl.Callback):
         model, optimizers = trainer.strategy.model, trainer.optimizers
         assert model is not None, "Lightning sets up its strategy before on_fit_start"
         optimizer = optimizers[0] if len(optimizers) == 1 else None
+        require(
+            optimizer is not None or not self._strategy.models_differ,
+            f"AttachStrategy: {self._strategy} follows the steps of one optimizer, and the module has {len(optimizers)}; "
+            "return one from configure_optimizers, with a group of parameters for each, or use Gradients(...)",
+        )
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
         self._state = AllWorkersState(self.handle, pl_module, optimizers)
         self._is_attached, self._has_failed = True, False
@@ -76,6 +83,15 @@ class AttachStrategy(pl.Callback):
         """Tell schedules that count epochs."""
         if self.handle is not None:
             self.handle.set_epoch(trainer.current_epoch)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Let DDP send nothing where each worker has a model of its own."""
+        ddp = None if trainer.strategy.model is None else wrapped_ddp(trainer.strategy.model)
+        if ddp is not None and self._is_attached and self._strategy.models_differ:
+            # Lightning turns it on again after each forward pass of manual optimization.
+            ddp.require_backward_grad_sync = False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -58,7 +58,8 @@ class WorkerState:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, of this worker or of all.
 
-        On another number of workers, model and optimizers stay as the trainer has loaded them.
+        On another number of workers, model and optimizers stay as the trainer has loaded them; but `Local` begins with the
+        model of its last round, and warns if that loses steps.
 
         Raises:
             ValueError: it holds no state of this worker, or that of another configuration.

@@ -17,7 +17,7 @@ from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
 from . import averaging, trainer_package
 from .numbers import numbers, summary
-from .state import WorkerState
+from .state import OWN, WorkerState
 
 with trainer_package("transformers"):
     from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -31,7 +31,8 @@ class AttachStrategy(TrainerCallback):
     `checkpoint-N/thinwire-rankR.pt`. With one process there is nothing to average, and the callback does nothing.
 
     Where each worker has a model of its own, the trainer evaluates and saves the mean of all workers, and ends with it. The
-    states of a worker's model and optimizer are in its own file, so that a resumed run goes on bit for bit.
+    states of a worker's model and optimizer are in its own file, so that a resumed run goes on bit for bit. Another number of
+    workers needs a folder that all can read; `Local` then begins with the model of its last round, others with the mean.
 
     Args:
         trainer: the trainer to attach to; it must not be training yet.
@@ -77,7 +78,7 @@ class AttachStrategy(TrainerCallback):
         if self.handle is not None:
             self.handle.detach()  # unless the training before ended, with an error
         resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
-        saved = _read(self._file(folder, args), args.process_index) if resumes else None
+        saved = _read(folder, args.process_index, args.world_size) if resumes else None
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
         scaler = self._trainer.accelerator.scaler
         assert optimizer is not None, "the trainer makes its optimizer before on_train_begin"
@@ -118,7 +119,7 @@ class AttachStrategy(TrainerCallback):
         if self._state is not None:
             folder = self._folder(args, state)
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self._state.state_dict(), self._file(folder, args))
+            torch.save(self._state.state_dict(), _file(folder, args.process_index))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -148,17 +149,27 @@ class AttachStrategy(TrainerCallback):
         assert args.output_dir is not None, "TrainingArguments fills in its default"
         return Path(args.output_dir) / f"checkpoint-{state.global_step}"
 
-    @staticmethod
-    def _file(folder: Path, args: TrainingArguments) -> Path:
-        return folder / f"thinwire-rank{args.process_index}.pt"
+
+def _file(folder: Path, rank: int) -> Path:
+    return folder / f"thinwire-rank{rank}.pt"
 
 
-def _read(path: Path, rank: int) -> dict[str, Any]:
-    """The state that this worker saved. All workers call it together, and all raise the error of any."""
+def _read(folder: Path, rank: int, size: int) -> dict[str, Any]:
+    """The state that this worker saved, or those of all workers if there were more or fewer.
+
+    All workers call it together, and all raise the error of any.
+    """
     saved: dict[str, Any] = {}
-    mistake = None
+    mistake, path = None, _file(folder, rank)
     try:
-        saved = torch.load(path, map_location="cpu", weights_only=True)
+        # A worker that is new has no file.
+        saved = _load(path if path.exists() else _file(folder, 0))
+        (before,) = (one["identity"]["world_size"] for key, one in saved.items() if not key.startswith(OWN))
+        if before != size:  # models and optimizers are as the trainer has loaded them
+            saved = {key: value for key, value in saved.items() if not key.startswith(OWN)}
+        needed = [rank] if before == size else range(before)
+        for path in (_file(folder, r) for r in needed if f"rank{r}" not in saved):
+            saved |= {key: value for key, value in _load(path).items() if not key.startswith(OWN)}
     except FileNotFoundError:
         mistake = f"rank {rank}: no state to resume from at {path}; pass resume_from=..."
     except Exception as error:  # of the file, zip, pickle or PyTorch
@@ -168,4 +179,9 @@ def _read(path: Path, rank: int) -> dict[str, Any]:
     with ProcessGroupCommunicator() as comm:
         mistakes = [text for text in comm.gather_objects(mistake) if text is not None]
     require(not mistakes, "".join(mistakes[:1]))
+    return saved
+
+
+def _load(path: Path) -> dict[str, Any]:
+    saved: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
     return saved
