@@ -42,7 +42,7 @@ def attach(
 
     Args:
         model: a plain module, one in `DistributedDataParallel`, or one under `fully_shard`. Where each worker has a model of
-            its own, DDP averages nothing until the strategy is detached.
+            its own, DDP averages nothing until the strategy is detached, which leaves the mean of all workers.
         optimizer: any `torch.optim` optimizer over parameters of the model, with or without a closure, or what Accelerate's
             `prepare` returned. None suits strategies of gradients and shards.
         strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, 8 bits under Muon, or

@@ -187,7 +187,7 @@ def test_a_model_in_ddp_has_buckets_of_its_own_and_compares_options():
 
 
 def own_model_worker(comm, text, in_ddp):
-    """Weights after steps whose workers take unequal numbers of passes; the gradient of a pass after the strategy has ended."""
+    """Tensors after steps whose workers take unequal numbers of passes, and after detaching; then the gradient of a pass."""
     torch.manual_seed(comm.rank)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = DistributedDataParallel(plain, find_unused_parameters=True) if in_ddp else plain
@@ -199,21 +199,27 @@ def own_model_worker(comm, text, in_ddp):
             for _ in range(1 + 2 * ((comm.rank + step) % 2)):  # a collective of DDP would find no partner
                 model(torch.randn(5, 3, generator=data)).square().mean().backward()
             optimizer.step()
+        trained = [t.clone() for t in plain.state_dict().values()]
     ended = [t.clone() for t in plain.state_dict().values()]
     model.zero_grad()
     model(torch.full((5, 3), 1.0 + comm.rank)).sum().backward()
-    return ended, [p.grad for p in plain.parameters()]
+    return trained, ended, [p.grad for p in plain.parameters()]
 
 
-@pytest.mark.parametrize("text", ["Local(Mean(QSGD(bits=4)), every=2, outer=OuterSGD(0.7))", "Gossip(Mix())"])
-def test_under_a_strategy_with_own_models_ddp_sends_nothing(text):
-    within, without = (spawn(2, own_model_worker, text, in_ddp) for in_ddp in (True, False))
-    for (ours, _), (theirs, _) in zip(within, without, strict=True):
+@pytest.mark.parametrize(
+    "text",
+    ["Local(Mean(QSGD(bits=4)), every=4, outer=OuterSGD(0.7))", "Gossip(Mix())", "Gossip(PushSum(), overlap=True)"],
+)
+def test_ddp_sends_nothing_under_own_models_and_ends_with_their_mean(text):
+    (first, second), without = (spawn(2, own_model_worker, text, in_ddp) for in_ddp in (True, False))
+    for (ours, *_), (theirs, *_) in zip((first, second), without, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    (_, first), (_, second) = within  # DDP averages again
-    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    (_, first), (_, second) = without
-    assert not all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    # DDP averages again, and takes models to be equal. A plain module stays this worker's own.
+    for mine, yours in zip(first[1:], second[1:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(mine, yours, strict=True))
+    for mean, *own in zip(first[1], without[0][1], without[1][1], strict=True):
+        torch.testing.assert_close(mean, (own[0] + own[1]) / 2 if mean.is_floating_point() else own[0])
+    assert not torch.equal(without[0][2][0], without[1][2][0])
 
 
 def test_the_door_checks_momentum_before_it_attaches():

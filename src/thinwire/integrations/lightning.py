@@ -134,10 +134,8 @@ class AttachStrategy(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop averaging; models that differ become their mean."""
-        if self._state is not None and self._strategy.models_differ:
-            mean = self._state.mean_model()
+        if self._strategy.models_differ:  # later, Lightning has moved the model
             self._detach()
-            pl_module.load_state_dict(mean)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Stop averaging."""

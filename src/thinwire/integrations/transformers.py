@@ -125,12 +125,9 @@ class AttachStrategy(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop averaging; models that differ become their mean."""
-        if self.handle is not None and self._state is not None:
-            model, mean = self._state.model, self._state.mean_model() if self._strategy.models_differ else None
+        if self.handle is not None:
             self._state = None
             self.handle.detach()
-            if mean is not None:
-                model.load_state_dict(mean)
 
     def _on_mean(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same method of the trainer, with the mean of all workers as the model."""

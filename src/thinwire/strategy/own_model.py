@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,7 +32,7 @@ class OwnModelAttachment(AveragerAttachment):
 
     Args:
         strategy: the configuration.
-        model: the model. One in DDP averages nothing itself until the strategy is detached.
+        model: the model. One in DDP averages nothing itself until the strategy is detached; then all workers have the mean.
         optimizer: the one that steps on it.
         runtime: the arguments of `attach`; without a communicator and replicas, the workers are those of DDP, or all.
 
@@ -125,9 +126,23 @@ class OwnModelAttachment(AveragerAttachment):
         if self._ddp is not None and (ddp := self._ddp()) is not None:
             self._undo.enter_context(ddp.no_sync())
             ddp.require_forward_param_sync = False  # else the first forward pass sends buffers
+            # Workers with a quorum end at different times, and one in a process group of its own has equal models.
+            if ddp.process_group.size() > 1 and not self.strategy.counts_commits:
+                self._on_detach(self._leave_mean)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
+
+    @torch.no_grad()
+    def _leave_mean(self) -> None:
+        """Let all workers have the mean model, because DDP takes models to be equal; not after an error, which others lack."""
+        if sys.exc_info()[1] is not None:
+            return
+        tensors = [t for _, t in (*self._model.named_parameters(), *self._model.named_buffers())]
+        with self.average_model():
+            means = [t.clone() for t in tensors]
+        for t, mean in zip(tensors, means, strict=True):
+            t.copy_(mean)
 
     def _trained(self) -> list[nn.Parameter]:
         if not self.takes_all:
