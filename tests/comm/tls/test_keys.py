@@ -203,10 +203,10 @@ def test_a_certificate_is_renewed_for_the_same_key_and_both_can_be_revoked(tmp_p
             tw.Credentials(tmp_path / "b")
 
 
-def test_the_first_machine_renews_its_own_certificate_also_once_it_has_expired(tmp_path, monkeypatch):
-    monkeypatch.setattr(keys, "Credentials", lambda folder: None)
-    keys.new_run(tmp_path / "a", "run", "first", days=1e-6)
-    monkeypatch.undo()
+def test_the_first_machine_renews_its_own_certificate_also_once_it_has_expired(tmp_path):
+    keys.new_run(tmp_path / "a", "run", "first")
+    expired = keys.Issuer(tmp_path / "a").sign(keys._request_again(tmp_path / "a"), days=-1e-3)
+    (tmp_path / "a" / "certificate.pem").write_bytes(expired)
     with pytest.raises(ValueError, match="has expired; renew it: `thinwire keys renew`"):
         tw.Credentials(tmp_path / "a")
     keys.renew(tmp_path / "a", days=2)
