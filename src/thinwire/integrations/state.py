@@ -66,8 +66,8 @@ class WorkerState:
         """
         averagers = {key: value for key, value in saved.items() if not key.startswith(OWN)}
         comm = self._strategy.comm
-        own = saved.get(f"{OWN}rank{comm.rank}") if len(averagers) in (1, comm.size) else None
-        if own is not None:
+        own = saved.get(f"{OWN}rank{comm.rank}")
+        if own is not None and num_workers(saved) == comm.size:
             self.model.load_state_dict(own["model"])
             for optimizer, state in zip(self._optimizers, own["optimizers"], strict=True):
                 optimizer.load_state_dict(state)
@@ -77,6 +77,12 @@ class WorkerState:
         """A copy of the model's state, in which it is the mean of all workers, which call this together."""
         with self._strategy.average_model():
             return {name: copy.deepcopy(value) for name, value in self.model.state_dict().items()}
+
+
+def num_workers(saved: dict[str, Any]) -> int:
+    """How many workers there were when a state was saved."""
+    size: int = next(one["identity"]["world_size"] for key, one in saved.items() if not key.startswith(OWN))
+    return size
 
 
 class AllWorkersState(WorkerState):

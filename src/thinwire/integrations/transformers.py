@@ -17,7 +17,7 @@ from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
 from . import averaging, trainer_package
 from .numbers import numbers, summary
-from .state import OWN, WorkerState
+from .state import WorkerState, num_workers
 
 with trainer_package("transformers"):
     from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -161,12 +161,10 @@ def _read(folder: Path, rank: int, size: int) -> dict[str, Any]:
     try:
         # A worker that is new has no file.
         saved = _load(path if path.exists() else _file(folder, 0))
-        (before,) = (one["identity"]["world_size"] for key, one in saved.items() if not key.startswith(OWN))
-        if before != size:  # models and optimizers are as the trainer has loaded them
-            saved = {key: value for key, value in saved.items() if not key.startswith(OWN)}
+        before = num_workers(saved)
         needed = [rank] if before == size else range(before)
         for path in (_file(folder, r) for r in needed if f"rank{r}" not in saved):
-            saved |= {key: value for key, value in _load(path).items() if not key.startswith(OWN)}
+            saved |= _load(path)
     except FileNotFoundError:
         mistake = f"rank {rank}: no state to resume from at {path}; pass resume_from=..."
     except Exception as error:  # of the file, zip, pickle or PyTorch
