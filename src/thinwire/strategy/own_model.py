@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
-from weakref import finalize, ref
+from weakref import finalize
 
 import torch
 from torch import nn
@@ -54,10 +54,9 @@ class OwnModelAttachment(AveragerAttachment):
         optimizer: torch.optim.Optimizer | None,
         runtime: Runtime,
     ):
-        ddp, model = unwrapped(self.call, model, runtime.replicas)
-        self._ddp = None if ddp is None else ref(ddp)
-        if ddp is not None and runtime.comm is None:
-            runtime = replace(runtime, replicas=ddp.process_group)
+        self._ddp, model = unwrapped(self.call, model, runtime.replicas)
+        if self._ddp is not None and runtime.comm is None:
+            runtime = replace(runtime, replicas=self._ddp.process_group)
         self._optimizer = stepping_optimizer(self.call, optimizer)
         updated = updated_by(self.call, self._optimizer, model)
         super().__init__(strategy, model, trainable(model) if self.takes_all else updated, runtime)
@@ -123,11 +122,11 @@ class OwnModelAttachment(AveragerAttachment):
         make_equal(self._model, comm, parameters=[name for name, _ in self.parameters])
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
-        if self._ddp is not None and (ddp := self._ddp()) is not None:
-            self._undo.enter_context(ddp.no_sync())
-            ddp.require_forward_param_sync = False  # else the first forward pass sends buffers
+        if self._ddp is not None:
+            self._undo.enter_context(self._ddp.no_sync())
+            self._ddp.require_forward_param_sync = False  # else the first forward pass sends buffers
             # Workers with a quorum end at different times, and one in a process group of its own has equal models.
-            if ddp.process_group.size() > 1 and not self.strategy.counts_commits:
+            if self._ddp.process_group.size() > 1 and not self.strategy.counts_commits:
                 self._on_detach(self._leave_mean)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
