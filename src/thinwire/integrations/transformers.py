@@ -13,6 +13,7 @@ import torch
 from ..algorithm import require
 from ..attaching import attach
 from ..comm import ProcessGroupCommunicator
+from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
 from . import averaging, trainer_package
@@ -168,9 +169,8 @@ def _read(folder: Path, rank: int, size: int) -> dict[str, Any]:
     except FileNotFoundError:
         mistake = f"rank {rank}: no state to resume from at {path}; pass resume_from=..."
     except Exception as error:  # of the file, zip, pickle or PyTorch
-        mistake = (
-            f"rank {rank}: cannot read {path} ({' '.join(str(error).split())[:200]}); resume from another checkpoint"
-        )
+        reason = " ".join(error_text(error).split())[:200]
+        mistake = f"rank {rank}: cannot read {path} ({reason}); resume from another checkpoint"
     with ProcessGroupCommunicator() as comm:
         mistakes = [text for text in comm.gather_objects(mistake) if text is not None]
     require(not mistakes, "".join(mistakes[:1]))

@@ -70,7 +70,7 @@ def test_a_checkpoint_is_evaluated(finished, capsys, monkeypatch):
         ("checkpoint.json", b"{}", "it has no config with a recipe; restore it"),
         ("checkpoint.json", b'{"config": {"seed": 1}}', "it has no config with a recipe; restore it"),
         ("checkpoint.json", b'{"config": {"recipe": "digits", "epochs": "x"}}', "checkpoint.json: .*epochs"),
-        ("shared.pt", b"PK", r"shared.pt is missing, truncated or damaged \(File is not a zip file\)"),
+        ("shared.pt", b"PK", r"shared.pt is missing, truncated or damaged \(BadZipFile: File is not a zip file\)"),
         ("shared.pt", {"step": 1}, r"shared.pt is missing, truncated or damaged \(it has no model\)"),
         ("shared.pt", {"model": {"wrong": torch.ones(1)}}, "shared.pt is not of this model"),
     ],

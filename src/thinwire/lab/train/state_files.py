@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...algorithm import require
+from ...messages import error_text
 
 
 def read_state(path: Path) -> dict[str, Any]:
@@ -25,9 +26,9 @@ def read_state(path: Path) -> dict[str, Any]:
         require(isinstance(state, dict), f"expected a dictionary, got {type(state).__name__}")
         return state
     except Exception as error:
-        raise damaged_file(path, error) from error
+        raise damaged_file(path, error_text(error)) from error
 
 
-def damaged_file(path: Path, reason: object) -> ValueError:
+def damaged_file(path: Path, reason: str) -> ValueError:
     """The error of a file of a checkpoint that cannot be read."""
-    return ValueError(f"{path} is missing, truncated or damaged ({' '.join(str(reason).split())[:200]})")
+    return ValueError(f"{path} is missing, truncated or damaged ({' '.join(reason.split())[:200]})")

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from ....algorithm import able_to
+from ....messages import error_text
 
 
 def cache_folder() -> Path:
@@ -64,7 +65,7 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of PyTorch's reader or another package's
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+        reason = " ".join(error_text(error).split())[:100]
         raise ValueError(f"{path} in the cache is damaged ({reason}); remove it, and it is made anew") from error
 
 

@@ -43,6 +43,7 @@ import torch
 
 from ....algorithm import require
 from ....comm import Communicator, ElasticCommunicator
+from ....messages import error_text
 from ...files import naming, write_json
 from ..config import RunConfig
 from ..results.meter import Meter
@@ -253,7 +254,7 @@ def describe(path: Path) -> dict[str, Any]:
         require(all(_is_count(n) for n in origin), f"its origin is {description['origin']!r}, expected three numbers")
         return {"digests": None} | description | {"origin": origin}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else error
+        reason = f"it has no {error}" if isinstance(error, KeyError) else error_text(error)
         raise damaged_file(path / "checkpoint.json", reason) from error
 
 
@@ -384,7 +385,7 @@ def _restore(path: Path, found: _Found, training: Training, meter: Meter, comm: 
         meter.load_state_dict(meters[0] if among is None else meter.redistribute(meters, *among, together))
         training.load_state(found.shared, own, among if comm.is_elastic and among else (0, 1))
     except (LookupError, TypeError, AttributeError, RuntimeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        reason = " ".join(error_text(error).split())[:300]
         raise ValueError(
             f"{path} does not fit this run; it is damaged, or of another model, optimizer or strategy ({reason}). Remove "
             "this folder to go on from the checkpoint before it, or choose another --name"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ....comm import Communicator, Layout
+from ....messages import error_text
 from ....plan import Effort, measured_layout
 from ...files import load_json_object
 from ..config import RunConfig
@@ -42,8 +43,7 @@ def _kept(config: RunConfig, folder: Path) -> dict[str, Any] | None:
     try:
         return asdict(_layout(kept))
     except (LookupError, TypeError, ValueError) as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{file} is damaged ({reason}); restore the file, or remove its run") from None
+        raise ValueError(f"{file} is damaged ({error_text(error)}); restore the file, or remove its run") from None
 
 
 def _layout(kept: dict[str, Any]) -> Layout:
