@@ -35,7 +35,7 @@ from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.step import joined
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
 from thinwire.plan.measure import measure_together
-from thinwire.plan.operations import PeerMessages, RingAllReduce
+from thinwire.plan.operations import PeerMessages, RingAllReduce, Steps
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Action, Program, Wait
 
@@ -157,8 +157,16 @@ def perform(comm: Communicator, actions: Sequence[Action], handles: list[Handle]
             handles.append(comm.all_reduce(buffer(action.num_bytes).view(torch.float32)))
         elif isinstance(action, PeerMessages):
             # Every worker does the same with peers as far away, so what comes has the size of what goes the other way.
-            around = {(2 * comm.rank - peer) % comm.size: buffer(n) for peer, n in action.sends}
-            handles.append(comm.exchange({peer: buffer(n) for peer, n in action.sends}, around))
+            around = {(2 * comm.rank - peer) % comm.size: buffer(round(n)) for peer, n in action.sends}
+            handles.append(comm.exchange({peer: buffer(round(n)) for peer, n in action.sends}, around))
+        elif isinstance(action, Steps):  # no method here broadcasts
+            first, last = (step.sends[0][1] for step in action.steps)
+            is_sum = first == last
+            handles.append(
+                comm.all_reduce(buffer(round(last * comm.size)).view(torch.float32))
+                if is_sum
+                else comm.all_gather(buffer(round(last)), variable=True)
+            )
         elif isinstance(action, Wait):
             handles[action.operation].wait()
 

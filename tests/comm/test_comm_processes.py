@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import math
 import os
@@ -32,6 +33,7 @@ from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessW
 from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
+from thinwire.comm.gloo import STRAIGHT_BYTES
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
 OPERATIONS = {
@@ -104,22 +106,56 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
 
 
 def sums_without_gloos_ring(comm) -> list[torch.Tensor]:
-    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("two workers need no ring")):
-        halves = torch.tensor([0.1, 1e8, float("nan"), -0.0]) * (1 + comm.rank)
+    """Issued together; half of the workers wait for the last one first."""
+    mine = torch.tensor([0.1, 1e8, float("nan"), -0.0, 1e-8]) * (1 + comm.rank)
+    with mock.patch.object(dist, "all_reduce", side_effect=AssertionError("these need no ring")):
         whole = torch.arange(300_000).view(3, -1) + comm.rank
-        found = [comm.all_reduce(halves).wait(), comm.all_reduce(whole).wait()]
-    assert found[0] is halves
-    return found
+        handles = [comm.all_reduce(x) for x in (mine.clone(), whole, mine[:1].clone(), mine.half())]
+        order = range(4) if comm.rank % 2 else reversed(range(4))
+        found = {i: handles[i].wait() for i in order}
+    assert found[1] is whole
+    return [mine, *(found[i] for i in range(4))]
 
 
-def test_two_workers_add_up_in_one_exchange():
-    """On a long line Gloo's ring takes more than twice as long."""
-    first, second = spawn(2, sums_without_gloos_ring)
-    expected = torch.tensor([0.1, 1e8, float("nan"), -0.0]) + torch.tensor([0.1, 1e8, float("nan"), -0.0]) * 2
-    for halves, whole in (first, second):
-        torch.testing.assert_close(halves, expected, rtol=0, atol=0, equal_nan=True)
-        assert torch.equal(whole, 2 * torch.arange(300_000).view(3, -1) + 1)
-    assert torch.equal(first[0].view(torch.int32), second[0].view(torch.int32))
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_short_sums_take_two_steps(size):
+    """On a long line Gloo's ring takes up to W-1 times as long. Workers add in rank order, and all have the same bits."""
+    of_workers = spawn(size, sums_without_gloos_ring)
+    terms = [mine for mine, *_ in of_workers]
+    for _, mixed, whole, single, halves in of_workers:
+        assert torch.equal(mixed.view(torch.int32), functools.reduce(torch.add, terms).view(torch.int32))
+        assert torch.equal(whole, size * torch.arange(300_000).view(3, -1) + sum(range(size)))
+        assert torch.equal(single, functools.reduce(torch.add, terms)[:1])
+        assert torch.equal(
+            halves.view(torch.int16), functools.reduce(torch.add, [x.half() for x in terms]).view(torch.int16)
+        )
+
+
+def sums_while_rank_zero_is_busy(comm) -> float:
+    handle = comm.all_reduce(torch.full((5,), 1.0 + comm.rank))
+    store = dist.distributed_c10d._get_default_store()
+    if comm.rank:
+        handle.wait()
+        store.set(f"done{comm.rank}", "yes")
+    else:
+        store.wait(["done1", "done2"])  # it waits for no sum meanwhile
+    return handle.wait().sum().item()
+
+
+def test_a_sum_of_three_goes_on_while_one_does_not_wait_for_it():
+    assert spawn(3, sums_while_rank_zero_is_busy) == [30.0] * 3
+
+
+def sum_of_many_bytes(comm) -> int:
+    tensor = torch.full((STRAIGHT_BYTES // 4 + 1,), 1.0 + comm.rank)
+    with mock.patch.object(dist, "all_reduce", wraps=dist.all_reduce) as ring:
+        assert torch.all(comm.all_reduce(tensor).wait() == 6)
+    return ring.call_count
+
+
+def test_a_large_sum_of_three_goes_around_the_ring():
+    """There, the line out of a node carries the tensor once, however many of its workers have it."""
+    assert spawn(3, sum_of_many_bytes) == [1] * 3
 
 
 def fails_on_rank_one(comm):

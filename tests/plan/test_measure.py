@@ -9,9 +9,10 @@ import torch
 from helpers.spawn import WORLDS, spawn
 
 import thinwire as tw
+from thinwire.comm import Communicator
 from thinwire.comm.local_world import LocalCommunicator
 from thinwire.plan import Effort, Lines, Link, Network, measure_lines
-from thinwire.plan.measure import segments, tournament
+from thinwire.plan.measure import measure_together, segments, tournament
 
 QUICK = Effort(seconds=0.3, pair_bytes=200_000, round_trips=6)
 
@@ -95,3 +96,30 @@ def test_a_record_of_other_sizes_is_refused():
         Lines(((0, 1), (1, 0)), ((0, 0), (0, 0)), ((0, 1), (1, 0)), ((0,),), ((0, 0), (0, 0)), Link(1.0))
     with pytest.raises(ValueError, match="at least two workers"):
         tw.LocalWorld(1).run(measure_lines)
+
+
+class Slow(LocalCommunicator):
+    """A communicator whose messages come 20 ms late."""
+
+    _start_gather_variable = Communicator._start_gather_variable  # in two steps, as over lines
+
+    def _start_exchange(self, sends, receives):
+        take, due = super()._start_exchange(sends, receives), time.monotonic() + 0.02
+
+        def late():
+            came = take()
+            time.sleep(max(0.0, due - time.monotonic()))
+            return came
+
+        return late
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_latency_of_a_step_is_no_cost_of_an_operation(size):
+    """Two workers add up in one step, and more in two, so an all-reduce would not tell them apart."""
+
+    def worker(comm):
+        return measure_together(Slow(comm.rank, comm.size, comm._mail, 1), 3, 1000, typical=min)
+
+    link = tw.LocalWorld(size).run(worker)[0]
+    assert 0.019 < link.latency_seconds < 0.03 and link.operation_seconds < 0.01

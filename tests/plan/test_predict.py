@@ -228,11 +228,11 @@ def test_local_rounds_cost_their_share_and_a_delay_hides_them():
 
 
 def test_each_fragment_has_a_round_of_its_own():
-    """A ring of 6 steps for each of two halves, every 8 steps: each of them has the latencies of a whole round."""
+    """An all-reduce of 2 steps for each of two halves, every 8 steps: each of them has the latencies of a whole round."""
     network, workload = Network(4, outer=Link(1e6, 0.01)), Workload((torch.Size([200, 100]),), 0.05)
     halves = tw.Local(tw.Mean(exchange="all_reduce"), every=8, fragments=2)
     seconds, num_bytes = predict_method(Method("halves", halves), workload, network, NO_WORK)
-    assert seconds == pytest.approx(0.05 + 2 * 6 * (0.01 + 40_000 / 4 / 1e6) / 8)
+    assert seconds == pytest.approx(0.05 + 2 * 2 * (0.01 + 3 * 40_000 / 4 / 1e6) / 8)
     assert num_bytes == 2 * 3 / 4 * 80_000 / 8
 
 

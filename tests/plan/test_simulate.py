@@ -9,7 +9,7 @@ import pytest
 from thinwire.comm import Ledger
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.engine import Engine
-from thinwire.plan.operations import PeerMessages, RingAllReduce
+from thinwire.plan.operations import PeerMessages, RingAllReduce, Steps, all_reduce
 from thinwire.plan.record import Wait
 from thinwire.plan.simulate import Bucket
 from thinwire.plan.sized import Work
@@ -33,6 +33,10 @@ def gather(rank, size, num_bytes):
     )
 
 
+def sum_of_parts(rank, size, num_bytes):
+    return program(all_reduce(size, rank, num_bytes), wait=[Wait(0)])
+
+
 def seconds(network, programs, backward=0.0, forward=0.0, work=lambda work: 0.0, fold=True):
     return simulate(network, [Bucket(backward, list(p)) for p in programs], forward, work, fold)
 
@@ -42,6 +46,24 @@ def test_a_ring_all_reduce_takes_its_closed_form(size):
     num_bytes = 1_000_000
     expected = 2 * (size - 1) * (0.01 + num_bytes / size / 1e6)
     assert seconds(Network(size, outer=LINK), [[ring(num_bytes)]]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("size", [3, 8, 200, 1024])
+def test_an_all_reduce_by_parts_takes_two_steps(size):
+    expected = 2 * (0.01 + (size - 1) / size * 1_000_000 / 1e6)
+    assert seconds(Network(size, outer=LINK), [[sum_of_parts(0, size, 1_000_000)]]) == pytest.approx(expected)
+
+
+def test_a_later_step_keeps_its_messages_apart_from_those_of_later_operations():
+    """Rank 0 sends its second step after 0.5 s; what both have sent in the next operation meanwhile is not taken for it."""
+    ping = Steps((PeerMessages((), ((1, 1),)), PeerMessages(((1, 100_000),), ())))
+    pong = Steps((PeerMessages(((0, 1),), ()), PeerMessages((), ((0, 100_000),))))
+    first = program(ping, PeerMessages(((1, 1),), ()), wait=[Wait(0), Wait(1)])
+    late = [Work("encode", 1, "other"), pong, PeerMessages((), ((0, 1),))]
+    second = program(*late, wait=[Wait(1), Work("decode", 1, "other"), Wait(0)])
+    got = seconds(Network(2, outer=LINK), [[first, second]], work=lambda work: 0.5, fold=False)
+    # The second operation's message is there at 0.5 s already, and the answer comes while rank 1 decodes.
+    assert got == pytest.approx(1.0)
 
 
 @pytest.mark.parametrize("size", [2, 5, 64])
@@ -60,7 +82,8 @@ def test_workers_of_a_node_share_its_line():
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 def test_one_node_stands_for_all(per_node):
     network = Network(8, per_node, outer=LINK, inner=Link(1e7, 0.001))
-    for make in (lambda rank: gather(rank, 8, 5000), lambda rank: ring(80_000)):
+    makes = (lambda rank: gather(rank, 8, 5000), lambda rank: ring(80_000), lambda rank: sum_of_parts(rank, 8, 80_000))
+    for make in makes:
         folded = seconds(network, [[make(rank) for rank in range(per_node)]] * 3)
         whole = seconds(network, [[make(rank) for rank in range(8)]] * 3, fold=False)
         assert folded == pytest.approx(whole, rel=1e-9)

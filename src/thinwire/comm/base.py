@@ -81,7 +81,7 @@ class Communicator(Rounds, ABC):
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum `tensor` over all workers, in place: x <- sum_r x_r. `wait()` returns it.
 
-        Sends and receives 2 (W-1)/W n bytes per worker, in 2 (W-1) steps.
+        Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 2 (W-1) steps; see `ledger.py`.
         """
         check.summable(self, tensor)
         num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))

@@ -4,7 +4,7 @@ Counts are per worker and of payload: what this worker sends to others and recei
 counted, nor are the headers of TCP. With W workers and a message of n bytes,
 
     collective    sent by this worker        received          what happens
-    all_reduce    2 (W-1)/W n                the same          ring: reduce-scatter, then all-gather
+    all_reduce    2 (W-1)/W n                the same          worker r adds up part r; its sum goes to all
     all_gather    (W-1) n                    what others hold  everyone sends straight to everyone
       variable    (W-1) (8 + n)              the same          sizes first, as int64
     all_to_all    what goes to others        what comes        straight
@@ -19,12 +19,12 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
 
 `TcpCommunicator` alone has those from reduce to receive. The others are Gloo's algorithms, and a test holds them, worker by
 worker, to the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
-headers. A ring all-reduce counts 2 (W-1) messages, its steps, though Gloo cuts them into pieces of at most 1 MiB. It cuts its
-tensor into whole elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them);
-the sum over workers, 2 (W-1) n, is exact. Two workers exchange whole tensors instead, in half as many messages.
-`TcpCommunicator` reduces by shards instead of around a ring: each worker sends W-1 shards and then W-1 times its sum, which is
-2 (W-1) messages and, in even shards, the same bytes. It cuts large tensors into up to eight pieces that each take as many
-messages, and the ledger counts those of one; two workers may exchange whole tensors too. To a chunk of a
+headers. An all-reduce counts 2 (W-1) messages: W-1 parts, and W-1 times the sum of the own part, in two steps. Two workers
+exchange whole tensors instead, in half as many messages and one step. Of more workers, Gloo sends tensors of more than 4 MiB
+around a ring, in 2 (W-1) steps, each of which it cuts into pieces of at most 1 MiB. A tensor is cut into whole elements, so
+that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers, 2 (W-1) n,
+is exact. `TcpCommunicator` has no ring. It cuts large tensors into up to eight pieces that each take as many messages, and the
+ledger counts those of one; near workers may exchange the two halves of a large tensor. To a chunk of a
 message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB
 (128 KiB from 3 ms on). What is sent again, because a connection was lost or a chunk is late, is not in the ledger:
 `TcpCommunicator.counts` has it. Channels are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each

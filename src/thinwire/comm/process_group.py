@@ -34,7 +34,7 @@ from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
-from .gloo import hang_up, start_sum_of_two, wait_for_all
+from .gloo import Line, Works, goes_straight, hang_up, start_sum, wait_and_copy, wait_for_all
 from .handle import CommunicationError, reason_of
 from .ledger import Ledger
 from .side_streams import SideStreams
@@ -95,6 +95,7 @@ class ProcessGroupCommunicator(Communicator):
         self._timeout_seconds = timeout_seconds
         self._gpu: torch.device | None = None
         self._issuer = Background("thinwire-comm")
+        self._adder = Background("thinwire-sums")
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
@@ -114,18 +115,23 @@ class ProcessGroupCommunicator(Communicator):
     def _close(self) -> None:
         self._issuer.close()
         self._issuer.join()
+        self._adder_ends()
         with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
 
     def _abandon(self) -> None:
         self._issuer.close()
-        # The thread may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
+        # The threads may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
         is_over_nccl = "nccl" in self._backends.values()
-        if is_over_nccl or not self._issuer.join(GRACE_SECONDS):
+        if is_over_nccl or not (self._issuer.join(GRACE_SECONDS) and self._adder_ends(GRACE_SECONDS)):
             self._hang_up()
         if not is_over_nccl:
             self._close()
+
+    def _adder_ends(self, seconds: float | None = None) -> bool:
+        self._adder.close()  # only now, because the issuing thread gives it work
+        return self._adder.join(seconds)
 
     # ---- issuing ----
 
@@ -167,8 +173,9 @@ class ProcessGroupCommunicator(Communicator):
         if tensor.numel() == 0:
             return partial(wait_for_all, [])
         sent = self._sendable(tensor)
-        if self.size == 2 and self._backends[tensor.device.type] == "gloo":
-            return start_sum_of_two(sent, tensor, self.rank, self._start_exchange)
+        if self._backends[tensor.device.type] == "gloo" and goes_straight(sent.nbytes, self.size):
+            line = Line(partial(self._begin, dist.isend), partial(self._begin, dist.irecv), self._waiting)
+            return partial(wait_and_copy, start_sum(sent, self.rank, self.size, line, self._adder), [(tensor, sent)])
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         return partial(wait_for_all, [("", work)], [(tensor, sent)])
 
@@ -224,9 +231,16 @@ class ProcessGroupCommunicator(Communicator):
         meeting = Meeting(self.rank, self.size, self.gather_objects, Place(*own_address()), self._timeout_seconds)
         return TcpChannel(meeting, peers, self._record_channel, max_bytes)
 
-    def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
+    def _waiting(self, works: Works) -> Callable[[], None]:
+        def wait() -> None:
+            with until_exit(self._hang_up):
+                wait_for_all(works)
+
+        return wait
+
+    def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
         try:
-            work = operation(tensor, self.global_ranks[peer], group=self._group)
+            work = operation(tensor, self.global_ranks[peer], group=self._group, tag=tag)
         except RuntimeError as error:
             raise CommunicationError(f"{operation.__name__} with rank {peer}: {reason_of(error)}") from error
         assert work is not None, "this process is in the group"

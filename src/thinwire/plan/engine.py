@@ -21,7 +21,7 @@ from itertools import groupby
 
 from .cores import Cores
 from .network import Link, Network
-from .operations import Forward, Moves, PeerMessages, RingAllReduce
+from .operations import Moves, PeerMessages, RingAllReduce, Steps
 
 EVENTS = 64
 """Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
@@ -53,8 +53,10 @@ class Operation:
             wake()
 
 
-_Channel = list[float | Operation]
-"""Messages from one worker to another, in order: times of those that came too early, or operations that wait for theirs."""
+_Slot = tuple[tuple[int, ...], int]
+"""A channel, and the number of a message in it."""
+_Message = tuple[int, float, _Slot]
+"""A peer, bytes, and where they come."""
 
 
 @dataclass
@@ -87,8 +89,10 @@ class Engine:
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._number = 0
         self._lines: defaultdict[tuple[str, int], _Line] = defaultdict(_Line)
-        self._channels: defaultdict[tuple[int, ...], _Channel] = defaultdict(list)
-        self._rings: defaultdict[tuple[int, int], _Channel] = defaultdict(list)  # to a worker, in its ring of a number
+        # When a message came that nobody waited for yet, or who waits for it. Both sides number them in the order of the calls.
+        self._slots: dict[_Slot, float | Operation] = {}
+        self._sent: defaultdict[tuple[int, ...], int] = defaultdict(int)
+        self._received: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._num_rings = [0] * self.workers
         self._cores = [Cores(self, network.cores) for _ in range(self.workers // network.workers_per_node)]
 
@@ -114,31 +118,45 @@ class Engine:
         """Start an operation of worker `rank` now."""
         if isinstance(action, RingAllReduce):
             return self._issue_ring(rank, action)
-        operation = Operation(len(action.sends) + len(action.receives), end=self.now)
-        send = partial(self._send_next, rank, self._groups(rank, action.sends), operation)
-        received = operation
-        if isinstance(action, Forward):
-            received = Operation(len(action.receives))
-            send = partial(self._forward, received, len(action.receives), operation, send)
-        for source, _ in action.receives:
-            self._expect(self._channel(source, rank), received)
+        steps = action.steps if isinstance(action, Steps) else (action,)
+        num_sends, num_receives = (
+            sum(map(len, side)) for side in zip(*((s.sends, s.receives) for s in steps), strict=True)
+        )
+        operation = Operation(num_sends + num_receives, end=self.now)
+        parts = []
+        for number, step in enumerate(steps, 1):
+            sends = [(peer, n, self._next_slot(self._sent, rank, peer)) for peer, n in step.sends]
+            # The next step waits for what comes in this one; after the last, whoever waits for the operation does.
+            received = operation if number == len(steps) else Operation(len(step.receives))
+            for source, _ in step.receives:
+                self._expect(self._next_slot(self._received, source, rank), received)
+            parts.append((self._groups(rank, sends), received, len(step.receives)))
         if operation.left:
-            self._after_start(rank, action, send)
+            self._after_start(rank, steps, partial(self._send_parts, rank, parts, operation))
         return operation
 
-    def _forward(self, received: Operation, parts: int, operation: Operation, send: Callable[[], None]) -> None:
-        """Have an operation send once all its `parts` were received."""
-        if received.is_under_way(self.now):
-            received.waiting.append(partial(self._forward, received, parts, operation, send))
-        else:
-            operation.finish_part(self.now, self, parts)
-            send()
+    def _send_parts(
+        self, rank: int, parts: list[tuple[Iterator[list[_Message]], Operation, int]], operation: Operation
+    ) -> None:
+        """Send the first part, and once it has received all of it, the next."""
+        (groups, received, num_receives), *others = parts
+        self._send_next(rank, groups, operation)
 
-    def _after_start(self, rank: int, action: Moves, send: Callable[[], None]) -> None:
+        def go_on() -> None:
+            if received.is_under_way(self.now):
+                received.waiting.append(go_on)
+            else:
+                operation.finish_part(self.now, self, num_receives)
+                self._send_parts(rank, others, operation)
+
+        if others:
+            go_on()
+
+    def _after_start(self, rank: int, steps: Sequence[PeerMessages], send: Callable[[], None]) -> None:
         """Have an operation begin to send once the worker has started it."""
         node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
         inside = self.network.nodes == 1 or (
-            isinstance(action, PeerMessages | Forward) and all(peer // per_node == node for peer, _ in action.sends)
+            bool(steps) and all(peer // per_node == node for step in steps for peer, _ in step.sends)
         )
         seconds = (self.network.inner if inside else self.network.outer).operation_seconds
         if seconds:
@@ -146,7 +164,7 @@ class Engine:
         else:
             send()
 
-    def _groups(self, rank: int, sends: Sequence[tuple[int, int]]) -> Iterator[list[tuple[int, int]]]:
+    def _groups(self, rank: int, sends: Sequence[_Message]) -> Iterator[list[_Message]]:
         """The messages one by one; where one line takes many, several together."""
         # A group takes the path to its first peer, and only a folded network has one path to all other nodes.
         size = -(-len(sends) // EVENTS) if self._is_folded else 1
@@ -156,18 +174,17 @@ class Engine:
             step = size if leaves else 1
             yield from (messages[i : i + step] for i in range(0, len(messages), step))
 
-    def _send_next(self, rank: int, groups: Iterator[list[tuple[int, int]]], operation: Operation) -> None:
+    def _send_next(self, rank: int, groups: Iterator[list[_Message]], operation: Operation) -> None:
         group = next(groups, None)
         if group is None:
             return
-        channels = [self._channel(rank, peer) for peer, _ in group]
 
         def left() -> None:
-            operation.finish_part(self.now, self, len(channels))
+            operation.finish_part(self.now, self, len(group))
             self._send_next(rank, groups, operation)
 
-        num_bytes = sum(num_bytes for _, num_bytes in group)
-        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), channels), left)
+        num_bytes, slots = sum(n for _, n, _ in group), [slot for _, _, slot in group]
+        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), slots), left)
 
     def _transmit(
         self,
@@ -175,28 +192,27 @@ class Engine:
         peer: int,
         num_bytes: float,
         messages: float,
-        channels: Sequence[_Channel],
+        slots: Sequence[_Slot],
         hops: float = 1,
     ) -> float:
-        """Put a message on the lines now; returns when it has left. It comes through all `channels` at once."""
+        """Put a message on the lines now; returns when it has left. It comes to all `slots` at once."""
         link, out, into = self._path(rank, peer)
         leaving, coming = self._rates(link, rank, peer)
         extra = messages * link.message_seconds
         begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
         taken = num_bytes / coming + extra, link.burst_bytes / coming
         # The receiver's line serves in the order of arrival, so it is taken only when the message gets there.
-        self.at(begin + hops * link.latency_seconds, lambda: self._arrive(channels, into.take(self.now, *taken)[1]))
+        self.at(begin + hops * link.latency_seconds, lambda: self._arrive(slots, into.take(self.now, *taken)[1]))
         return end
 
-    def _arrive(self, channels: Sequence[_Channel], end: float) -> None:
-        """What came through these channels ends the first operation that waits there, at `end`, or waits for one."""
-        for channel in channels:
-            first = channel[0] if channel else None
-            if isinstance(first, Operation):
-                channel.pop(0)
-                first.finish_part(end, self)
+    def _arrive(self, slots: Sequence[_Slot], end: float) -> None:
+        """What came to these slots ends the operations that wait there, at `end`, or waits for one."""
+        for slot in slots:
+            waiting = self._slots.pop(slot, None)
+            if isinstance(waiting, Operation):
+                waiting.finish_part(end, self)
             else:
-                channel.append(end)
+                self._slots[slot] = end
 
     def _rates(self, link: Link, rank: int, peer: int) -> tuple[float, float]:
         """Bytes per second out of the worker and into the peer."""
@@ -205,13 +221,12 @@ class Engine:
             return link.bytes_per_second, link.bytes_per_second
         return uplinks[rank // per_node], uplinks[peer % self.network.workers // per_node]
 
-    def _expect(self, channel: _Channel, operation: Operation) -> None:
-        first = channel[0] if channel else None
-        if isinstance(first, float):
-            channel.pop(0)
-            operation.finish_part(max(self.now, first), self)
+    def _expect(self, slot: _Slot, operation: Operation) -> None:
+        came = self._slots.pop(slot, None)
+        if isinstance(came, float):
+            operation.finish_part(max(self.now, came), self)
         else:
-            channel.append(operation)
+            self._slots[slot] = operation
 
     # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
 
@@ -226,7 +241,7 @@ class Engine:
             def begin() -> None:
                 Thread(self, rank, steps)
 
-            self._after_start(rank, action, begin)
+            self._after_start(rank, (), begin)
         return operation
 
     def _ring(self, rank: int, number: int, num_bytes: int, operation: Operation) -> Iterator[Operation]:
@@ -235,14 +250,13 @@ class Engine:
         # One event stands for this many steps, fractions included, so that a long ring costs no more events.
         hops = 2 * (size - 1) / events
         # Folded, the last worker of node 0 sends to the next node, whose first worker is worker 0 here.
-        before, after = (self._rings[of % self.workers, number] for of in (rank, rank + 1))
-        for _ in range(events):
-            self._transmit(rank, rank + 1, hops * num_bytes / size, hops, [after], hops)
+        before, after = ((of % self.workers, number) for of in (rank, rank + 1))
+        for event in range(events):
+            self._transmit(rank, rank + 1, hops * num_bytes / size, hops, [(after, event)], hops)
             piece = Operation(1)
-            self._expect(before, piece)
+            self._expect((before, event), piece)
             yield piece
             operation.finish_part(self.now, self)
-        del self._rings[rank, number]  # a virtual clock plays rings as long as a training lasts
 
     # ---- the fold ----
 
@@ -250,12 +264,14 @@ class Engine:
     def _is_folded(self) -> bool:
         return self.workers < self.network.workers
 
-    def _channel(self, source: int, target: int) -> _Channel:
-        """The channel from one worker to another; folded, pairs of workers as far apart share one."""
-        if not self._is_folded:
-            return self._channels[source, target]
-        (node, one), (other, two) = (divmod(rank, self.network.workers_per_node) for rank in (source, target))
-        return self._channels[one, (other - node) % self.network.nodes, two]
+    def _next_slot(self, numbers: defaultdict[tuple[int, ...], int], source: int, target: int) -> _Slot:
+        """Of the next message from one worker to another; folded, pairs of workers as far apart share a channel."""
+        channel: tuple[int, ...] = (0, source, target)
+        if self._is_folded:
+            (node, one), (other, two) = (divmod(rank, self.network.workers_per_node) for rank in (source, target))
+            channel = (one, (other - node) % self.network.nodes, two)
+        numbers[channel] += 1
+        return channel, numbers[channel]
 
     def _path(self, rank: int, peer: int) -> tuple[Link, _Line, _Line]:
         """The link from a worker to a peer, with the sender's line and the receiver's."""

@@ -16,7 +16,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -264,11 +264,13 @@ def measure_together(
 ) -> Link:
     """The link of every worker while all use theirs, with the costs of short messages. All workers call it and get the same.
 
-    A repetition takes as long as its slowest worker. With W workers, and one byte where nothing else is said,
+    A repetition of a short operation takes as long as workers take in the mean: they leave a barrier up to a latency apart,
+    and what the later ones wait less, the earlier ones wait more. That of a large one takes as long as the slowest worker.
+    With W workers, and one byte where nothing else is said,
 
         exchange      everyone sends to the next worker                   operation + latency + message
         all-gather    everyone sends to all                               operation + latency + (W-1) message
-        all-reduce    a ring of 2(W-1) steps                              operation + 2(W-1) (latency + message)
+        both          sizes first, then everyone sends to all             operation + 2 (latency + (W-1) message)
         large         the exchange, with `large_bytes` and twice as many  their difference gives the rate
 
     On two workers, where the all-gather is an exchange, `message` is what each of several exchanges at once takes longer.
@@ -298,24 +300,24 @@ def measure_together(
         for handle in [comm.exchange({following: sent}, {before: got}) for got in gots]:
             handle.wait()
 
-    def timed(call: Callable[[], object]) -> float:
+    def timed(call: Callable[[], object], of_workers: Callable[[Iterable[float]], float] = fmean) -> float:
         trips = []
         for _ in range(repetitions + 1):  # the first opens connections
             comm.barrier()
             start = time.perf_counter()
             call()
             trips.append(time.perf_counter() - start)
-        return typical([max(trip) for trip in zip(*comm.gather_objects(trips[1:]), strict=True)])
+        return typical([of_workers(trip) for trip in zip(*comm.gather_objects(trips[1:]), strict=True)])
 
     single = timed(exchange)
+    gather = timed(lambda: comm.all_gather(byte).wait()) if comm.size > 2 else single
     if comm.size > 2:
-        message = (timed(lambda: comm.all_gather(byte).wait()) - single) / (comm.size - 2)
+        message = (gather - single) / (comm.size - 2)
     else:
         message = (timed(lambda: exchange(times=_TIMES)) - single) / (_TIMES - 1)
     message = max(message, 0.0)
-    steps = 2 * (comm.size - 1)
-    ring = timed(lambda: comm.all_reduce(torch.zeros(comm.size, device="cpu")).wait())
-    latency = max(min((ring - single) / (steps - 1), single) - message, 0.0)
-    large, larger = (timed(partial(exchange, n)) for n in (large_bytes, 2 * large_bytes))
+    both = timed(lambda: comm.all_gather(byte, variable=True).wait())
+    latency = max(min(both - gather - (comm.size - 1) * message, single - message), 0.0)
+    large, larger = (timed(partial(exchange, n), max) for n in (large_bytes, 2 * large_bytes))
     rate = large_bytes / max(larger - large, 1e-9)
     return Link(rate, latency, message, max(single - latency - message, 0.0))

@@ -3,9 +3,9 @@
 A *program* lists the actions of one worker for one call of `Averager.step`:
 
     Work(part, numel, name)   encode or decode so many float32 elements
-    PeerMessages(sends, receives) one `exchange`, `all_to_all` or `all_gather`: bytes by peer
-    Forward(receives, sends)           one `broadcast`
-    RingAllReduce(num_bytes)           one `all_reduce`
+    PeerMessages(sends, receives)   one `exchange`, `all_to_all` or `all_gather`: bytes by peer
+    Steps(steps)              one `broadcast`, `all_reduce` or `all_gather` of sizes that differ: such messages, step by step
+    RingAllReduce(num_bytes)  one `all_reduce` of a large tensor
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
@@ -38,7 +38,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.ledger import ring_all_reduce_bytes
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import Forward, Moves, PeerMessages, RingAllReduce
+from .operations import Moves, PeerMessages, RingAllReduce, Steps, all_reduce, broadcast
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -79,8 +79,8 @@ class Program:
         sent = sum(
             n
             for a in actions
-            if isinstance(a, PeerMessages | Forward)
-            for peer, n in a.sends
+            for messages in ([a] if isinstance(a, PeerMessages) else a.steps if isinstance(a, Steps) else [])
+            for peer, n in messages.sends
             if peer // network.workers_per_node != node
         )
         rings = sum(
@@ -95,9 +95,9 @@ class Program:
 
 
 def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...]:
-    broadcasts = any(isinstance(action, Forward) for action in actions)
+    broadcasts = any(bool(s.sends) != bool(s.receives) for a in actions if isinstance(a, Steps) for s in a.steps)
     require(not broadcasts, "a broadcast has a root, so workers differ; `is_uniform` of an exchange must be False then")
-    return tuple(a.shifted(by, size) if isinstance(a, PeerMessages) else a for a in actions)
+    return tuple(a.shifted(by, size) if isinstance(a, PeerMessages | Steps) else a for a in actions)
 
 
 def record(
@@ -252,16 +252,15 @@ class Recorder(Communicator):
         return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._note(RingAllReduce(tensor.numel() * tensor.element_size()))
+        return self._note(all_reduce(self.size, self.rank, check.num_bytes(tensor)))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
-        num_bytes = 8 + tensor.numel() * tensor.element_size()  # each worker sends its size first
-        messages = tuple((peer, num_bytes) for peer in self._others(result))
-        return self._note(PeerMessages(messages, messages))
+        sizes, payloads = (tuple((peer, n) for peer in self._others(result)) for n in (8, check.num_bytes(tensor)))
+        return self._note(Steps((PeerMessages(sizes, sizes), PeerMessages(payloads, payloads))))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if self._mail is not None:
@@ -286,7 +285,7 @@ class Recorder(Communicator):
         return self._note(PeerMessages(sides[0], sides[1]))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        return self._note(Forward.broadcast(self.size, self.rank, root, check.num_bytes(tensor)))
+        return self._note(broadcast(self.size, self.rank, root, check.num_bytes(tensor)))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise NotImplementedError("asynchronous averaging has no rounds to record")

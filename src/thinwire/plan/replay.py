@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Forward, Moves, PeerMessages, RingAllReduce
+from .operations import Moves, PeerMessages, RingAllReduce, Steps
 from .trace import Entry
 
-_MOVES: dict[str, type[Moves]] = {"messages": PeerMessages, "forward": Forward, "ring": RingAllReduce}
+_MOVES: dict[str, Callable[..., Moves]] = {
+    "messages": PeerMessages,
+    "steps": lambda *steps: Steps(tuple(PeerMessages(*step) for step in steps)),
+    "ring": RingAllReduce,
+}
 
 
 class Replay:

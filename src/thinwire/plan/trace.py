@@ -4,8 +4,8 @@ An entry is a list, ready for JSON:
 
     ["work", seconds]                         the thread computes
     ["messages", number, sends, receives]     it starts an operation; bytes by peer
-    ["forward", number, receives, sends]      it starts its part of a broadcast
-    ["ring", number, num_bytes]               it starts an all-reduce
+    ["steps", number, [sends, receives], ...] it starts an operation of several steps
+    ["ring", number, num_bytes]               it starts an all-reduce of a large tensor
     ["mark", number]                          it gets to here
     ["wait", number]                          it waits for the operation or the mark of this number
 
@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from ..algorithm import require
-from .operations import Forward, Moves, RingAllReduce
+from .operations import Moves, RingAllReduce, Steps
 
 Entry = list[Any]
 
@@ -71,8 +71,8 @@ class Trace:
     def issue(self, moves: Moves) -> int:
         """The calling thread starts an operation; returns its number."""
         self.charge()
-        if isinstance(moves, Forward):
-            return self._numbered("forward", moves.receives, moves.sends)
+        if isinstance(moves, Steps):
+            return self._numbered("steps", *([step.sends, step.receives] for step in moves.steps))
         if isinstance(moves, RingAllReduce):
             return self._numbered("ring", moves.num_bytes)
         return self._numbered("messages", moves.sends, moves.receives)

@@ -21,7 +21,7 @@ from ..comm.base import Start
 from ..comm.channel import Channel
 from ..comm.local_world import LocalCommunicator
 from .network import Network
-from .operations import Forward, Moves, PeerMessages, RingAllReduce
+from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
 from .replay import Replay
 from .trace import Trace
 
@@ -112,7 +112,8 @@ class TracedCommunicator(Communicator):
         return partial(_wait_traced, wait, trace, number)
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._traced(RingAllReduce(tensor.nbytes), [tensor], partial(self._comm._start_all_reduce, tensor))
+        moves = all_reduce(self.size, self.rank, tensor.nbytes)
+        return self._traced(moves, [tensor], partial(self._comm._start_all_reduce, tensor))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         receives = self._others(gathered)
@@ -120,17 +121,17 @@ class TracedCommunicator(Communicator):
         return self._traced(moves, gathered, partial(self._comm._start_all_gather, gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
-        by_peer = tuple((peer, 8 + tensor.nbytes) for peer in self._others([tensor] * self.size))
+        sizes, own = (tuple((p, n) for p in self._others([tensor] * self.size)) for n in (8, tensor.nbytes))
         start = partial(self._comm._start_gather_variable, tensor, result, limit)
         # The model does not use the sizes of receives.
-        return self._traced(PeerMessages(by_peer, by_peer), [tensor], start)
+        return self._traced(Steps((PeerMessages(sizes, sizes), PeerMessages(own, own))), [tensor], start)
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         start = partial(self._comm._start_exchange, sends, receives)
         return self._traced(_messages(sends, receives), [*sends.values(), *receives.values()], start)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        moves = Forward.broadcast(self.size, self.rank, root, tensor.nbytes)
+        moves = broadcast(self.size, self.rank, root, tensor.nbytes)
         return self._traced(moves, [tensor], partial(self._comm._start_broadcast, tensor, root))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:

@@ -94,7 +94,7 @@ class PowerSGD(Averager):
 
     It does one step of power iteration from the last step's Q. On a constant matrix it converges to the best
     approximation of rank r. It needs sums only, so bytes do not grow with the number of workers. In two all-reduces, one
-    after the other (4(W-1) steps), a worker sends
+    after the other (4 steps), a worker sends
 
         2(W-1)/W * 4 * (sum over matrices of r (n + m)  +  number of dense elements)    bytes per step.
 

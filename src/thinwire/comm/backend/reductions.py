@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..tcp.communicator import Reduction, combine
+from ..reduction import Reduction, combine
 
 Kind = Any  # PyTorch's type for these is `ReduceOp` itself
 OPERATIONS: dict[Kind, Callable[..., Tensor]] = {

@@ -12,15 +12,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
+from ..background import Background
 from ..exit import until_exit
-from ..gloo import hang_up, start_sum_of_two, wait_for_all
-from ..handle import CommunicationError
+from ..gloo import Line, Wait, Works, goes_straight, hang_up, start_sum, wait_and_copy, wait_for_all
+from ..handle import CommunicationError, reason_of
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
 from .lighthouse import Missing, nccl_group, store_at
-
-Wait = Callable[[], Any]
 
 
 class Groups(ABC):
@@ -66,14 +65,14 @@ class Groups(ABC):
         if self._goes_over_nccl(tensor):
             return partial(_order_stream, self.nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
-        return partial(_copied, self._connected()._start_all_reduce(sent), [(tensor, sent)])
+        return partial(wait_and_copy, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Give all workers the tensor of rank `root`, in place."""
         if self._goes_over_nccl(tensor):
             return partial(_order_stream, self.nccl.broadcast([tensor], _from_rank(root)))
         sent = _in_main_memory(tensor)
-        return partial(_copied, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
+        return partial(wait_and_copy, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
@@ -81,7 +80,7 @@ class Groups(ABC):
             return partial(_order_stream, self.nccl.exchange(sends, receives))
         landing, sent = ({peer: _in_main_memory(t) for peer, t in side.items()} for side in (receives, sends))
         wait = self._connected()._start_exchange(sent, landing)
-        return partial(_copied, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
+        return partial(wait_and_copy, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def errored(self) -> Exception | None:
         """Wait for the operations between GPUs; returns why one failed. Other operations have said so before."""
@@ -108,6 +107,7 @@ class GlooGroups(Groups):
         self.nccl = nccl_group(timeout) if on_gpus else None
         # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
         self._gloo: Any = None  # before the first round, and while one is connected
+        self._adder = Background("thinwire-sums")
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
         self._gloo = None
@@ -133,19 +133,21 @@ class GlooGroups(Groups):
         return self
 
     def _start_all_reduce(self, tensor: Tensor) -> Wait:
-        if self._gloo.size() == 2:
-            return start_sum_of_two(tensor, tensor, self._gloo.rank(), self._start_exchange)
+        rank, size = self._gloo.rank(), self._gloo.size()
+        if goes_straight(tensor.nbytes, size):
+            line = Line(partial(_begin, self._gloo.send), partial(_begin, self._gloo.recv), self._waiting)
+            return start_sum(tensor, rank, size, line, self._adder)
         return self._waiting([("", self._gloo.allreduce([tensor], dist.AllreduceOptions()))])
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        works = [(f"from rank {peer}", self._gloo.recv([tensor], peer, 0)) for peer, tensor in receives.items()]
-        works += [(f"to rank {peer}", self._gloo.send([tensor], peer, 0)) for peer, tensor in sends.items()]
+        works = [(f"from rank {peer}", _begin(self._gloo.recv, tensor, peer)) for peer, tensor in receives.items()]
+        works += [(f"to rank {peer}", _begin(self._gloo.send, tensor, peer)) for peer, tensor in sends.items()]
         return self._waiting(works)
 
-    def _waiting(self, works: list[tuple[str, dist.Work]]) -> Wait:
+    def _waiting(self, works: Works) -> Wait:
         # Each wait names its limit, because Gloo's own one is that of connecting.
         gloo = self._gloo
 
@@ -211,9 +213,11 @@ class TcpGroups(Groups):
         return self._comm
 
 
-def _copied(wait: Wait, copies: list[tuple[Tensor, Tensor]]) -> None:
-    wait()
-    wait_for_all([], copies)
+def _begin(operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int = 0) -> Any:
+    try:
+        return operation([tensor], peer, tag)
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {peer}: {reason_of(error)}") from error
 
 
 def _order_stream(work: Any) -> None:

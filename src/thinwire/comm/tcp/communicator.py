@@ -40,6 +40,7 @@ from ..handle import CommunicationError, Handle, nothing
 from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from ..notice import START_SECONDS
 from ..process_group import Group, ProcessGroupCommunicator
+from ..reduction import Reduction, reduce_into, summing
 from ..store import gathering, host_of
 from .channel import TcpChannel
 from .connections import Place
@@ -54,14 +55,6 @@ PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: a
 SHARD_BYTES = 1 << 22  # from which each of two near workers adds up one half of an all_reduce, and not both the whole
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
-
-Reduction = Callable[[Sequence[Tensor], Tensor], None]
-"""(terms, out): combine what all workers have, in rank order; `out` is new, or one of the terms."""
-
-
-def summing(terms: Sequence[Tensor], out: Tensor) -> None:
-    """out = terms[0] + terms[1] + ..., from left to right."""
-    combine(torch.add, terms, out)
 
 
 class TcpCommunicator(Communicator):
@@ -407,7 +400,7 @@ class TcpCommunicator(Communicator):
 
         def finish() -> None:
             wait()
-            _reduce_into(tensor, [tensor, theirs] if self.rank == 0 else [theirs, tensor], reduction)
+            reduce_into(tensor, [tensor, theirs] if self.rank == 0 else [theirs, tensor], reduction)
             self._spare.give_back(theirs)
 
         return finish
@@ -448,27 +441,11 @@ class TcpCommunicator(Communicator):
         def reduce() -> None:
             received()
             flat = out.view(-1)
-            _reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies], reduction)
+            reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies], reduction)
             for copy in self._others(copies).values():
                 self._spare.give_back(copy)
 
         return sent, reduce
-
-
-def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tensor) -> None:
-    """out = operation(operation(terms[0], terms[1]), ...), where `out` may be any one of the terms."""
-    total = terms[0]
-    for index, term in enumerate(terms[1:], 2):
-        # The result goes where it can stay; before the last term, not into one that is still to be combined.
-        total = operation(total, term, out=out if index == len(terms) or any(out is t for t in terms[:index]) else None)
-    if total is not out:
-        out.copy_(total)
-
-
-def _reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> None:
-    # A tensor that was made under `torch.inference_mode` can be written in this mode alone, and each thread has its own.
-    with torch.inference_mode(out.is_inference()):
-        reduction(terms, out)
 
 
 def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
