@@ -461,3 +461,101 @@ def test_the_credentials_of_the_environment_close_connections_to_others(tmp_path
 def test_gpus_are_not_for_our_own_connections():
     with pytest.raises(ValueError, match="transport 'tcp' sends from main memory, got device cuda"):
         connect("tcp", device=torch.device("cuda"))
+
+
+# ---- sums of several workers on each host ----
+
+
+def on_hosts(comm, hosts: list[int]) -> TcpCommunicator:
+    """Workers at 127.0.0.1, 127.0.0.2 and so on."""
+    own = TcpCommunicator.__new__(TcpCommunicator)
+    place = Place(socket.AF_INET, f"127.0.0.{1 + hosts[comm.rank]}")
+    own._join(endpoint.Meeting(comm.rank, comm.size, comm.gather_objects, place, 60.0))
+    return own
+
+
+def summed_on_hosts(comm, hosts: list[int], numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int], int]:
+    """A sum, and what this worker has sent for it: bytes by peer, and in all as its ledger has it."""
+    sent = [0] * comm.size
+    with on_hosts(comm, hosts) as own:
+        begin = own._endpoint.begin
+
+        def counted(sends, receives):
+            for message in sends:
+                sent[message.peer] += message.memory.numel()
+            return begin(sends, receives)
+
+        own._endpoint.begin = counted
+        mine = (torch.randn(numel, generator=torch.Generator().manual_seed(comm.rank)) * 1000).to(dtype)
+        total = own.all_reduce(mine).wait()
+    return total, sent, own.ledger.bytes_sent
+
+
+@pytest.mark.parametrize(
+    ("hosts", "numel", "dtype"),
+    [
+        ([0, 0, 1, 1], 1 << 20, torch.float32),
+        ([0, 1, 0, 1], 100_003, torch.float32),
+        ([0, 1, 1, 2, 0, 2], 100_003, torch.int64),
+        ([0, 0, 0, 1, 1, 1], 100_003, torch.float16),
+    ],
+)
+def test_a_host_of_several_workers_sends_a_sum_once(hosts, numel, dtype):
+    """2 (L-1)/L n leave a host of L, however many workers it has, and each worker sends 2 (W-1)/W n."""
+    size, num_hosts = len(hosts), len(set(hosts))
+    found = spawn(size, summed_on_hosts, hosts, numel, dtype)
+    terms = [(torch.randn(numel, generator=torch.Generator().manual_seed(r)) * 1000).to(dtype) for r in range(size)]
+    expected = torch.stack(terms).to(torch.float64).sum(0)
+    num_bytes, left = numel * dtype.itemsize, [0] * num_hosts
+    for rank, (total, sent, counted) in enumerate(found):
+        assert torch.equal(total, found[0][0])  # the same bits
+        # Numbers up to 5,000 whose last bit is at most 2, in four additions.
+        torch.testing.assert_close(total.double(), expected, rtol=0, atol=20 if dtype == torch.float16 else 0.01)
+        assert sum(sent) == pytest.approx(2 * (size - 1) / size * num_bytes, abs=8 * dtype.itemsize * size)
+        assert sum(sent) == pytest.approx(counted, abs=8 * dtype.itemsize * size)
+        left[hosts[rank]] += sum(n for peer, n in enumerate(sent) if hosts[peer] != hosts[rank])
+    for of_host in left:
+        assert of_host == pytest.approx(2 * (num_hosts - 1) / num_hosts * num_bytes, abs=8 * dtype.itemsize * size)
+
+
+def many_operations_on_hosts(comm) -> list[float]:
+    """Operations of two to four steps under way together; each worker waits for them in an order of its own."""
+    with on_hosts(comm, [0, 0, 1, 1, 2, 2]) as own:
+        random, found = torch.Generator().manual_seed(comm.rank), list[float]()
+        for round in range(10):
+            handles = []
+            for kind in torch.randint(4, (12,), generator=torch.Generator().manual_seed(round)).tolist():
+                x = torch.full((30_000 if kind < 2 else 1000,), float(1 + comm.rank))
+                if kind < 3:
+                    handles.append(own.broadcast(x, root=round % 6) if kind == 2 else own.all_reduce(x))
+                else:
+                    handles.append(own.all_gather(x[: 1 + comm.rank], variable=True))
+            results = {}
+            for index in torch.randperm(len(handles), generator=random).tolist():
+                result = handles[index].wait()
+                results[index] = torch.cat(result).sum().item() if isinstance(result, list) else result[-1].item()
+            found += [results[index] for index in range(len(handles))]
+        return found
+
+
+def test_operations_of_many_steps_go_on_in_any_order():
+    first, *others = spawn(6, many_operations_on_hosts)
+    assert set(first) <= {21.0, 91.0, *range(1, 7)} and len(first) == 120
+    assert others == [first] * 5
+
+
+def in_a_sum_on_hosts(comm) -> str:
+    with on_hosts(comm, [0, 0, 1, 1]) as own:
+        own.barrier()
+        if comm.rank == 3:
+            own.abort("it has had enough")
+            return ""
+        with pytest.raises(CommunicationError) as found:
+            own.all_reduce(torch.ones(1 << 20)).wait()
+        return str(found.value)
+
+
+def test_a_worker_that_ends_in_a_sum_on_hosts_is_an_error_on_all_others():
+    """Also in another place of another host, which gets nothing from it."""
+    *others, _ = spawn(4, in_a_sum_on_hosts)
+    assert all(others)

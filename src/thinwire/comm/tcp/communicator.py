@@ -6,13 +6,15 @@ from them:
     exchange, all_gather, all_to_all   messages straight to their receivers
     all_reduce                         worker r gets shard r of all others, adds them in rank order, and sends the sum to all
     all_reduce, where delay counts     of 2 workers, each sends the whole tensor, and both add: as many bytes in one step
+    all_reduce, of several workers     inside each host, worker j adds up part j; then a shard of it, with those of its place in
+      on each of L hosts               other hosts; sums go back the same way, so that a host sends 2 (L-1)/L n
     reduce_scatter, reduce             the first half of an all_reduce; then the sums go to one worker
     broadcast                          a binomial tree
 
 Operations start in the thread that calls them. What follows on the first messages of an operation (the sums and the second
-half of an all_reduce, the tensors behind the sizes of an all_gather) runs in a thread of its own, so that operations go on
-while nobody waits for them. Messages between two workers are numbered in the order of the calls; the numbers of such later
-messages are taken at the call.
+half of an all_reduce, the tensors behind the sizes of an all_gather) runs in threads of its own, so that operations go on while
+nobody waits for them. Messages between two workers are numbered in the order of the calls; the numbers of such later messages
+are taken at the call.
 
 A line that is cut is no error as long as it comes back within the time limit; see `connections.py`.
 """
@@ -20,7 +22,7 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -53,6 +55,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: added while the next piece is on its way
 SHARD_BYTES = 1 << 22  # from which each of two near workers adds up one half of an all_reduce, and not both the whole
+HOST_BYTES = 1 << 16  # from which the lines between hosts count more than two steps inside them
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
 
@@ -165,7 +168,10 @@ class TcpCommunicator(Communicator):
         self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
         self._sent, self._received = ([count() for _ in range(self.size)] for _ in range(2))  # messages, by peer
         self._spare = Spare()
-        self._later = Background("thinwire-comm")
+        self._later = [
+            Background("thinwire-comm") for _ in range(3)
+        ]  # a thread for each step of an operation but the first
+        self._inside, self._across = _places(self._connections.hosts, self.rank)
         self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
         try:
             self.barrier()  # all are connected
@@ -285,18 +291,19 @@ class TcpCommunicator(Communicator):
         self._end(partial(self._hang_up, 0.0))
 
     def _close(self) -> None:
-        self._later.close()
-        # What follows on earlier messages still needs the endpoint.
-        self._later.join()
+        for later in self._later:  # each of them gives work to the next; what follows still needs the endpoint
+            later.close()
+            later.join()
         self._hang_up(math.inf)
 
     def _abandon(self) -> None:
         self._hang_up(CLOSE_SECONDS)
 
     def _hang_up(self, seconds: float) -> None:
-        self._later.close()
         self._endpoint.close(seconds)  # what is under way fails
-        self._later.join()
+        for later in self._later:
+            later.close()
+            later.join()
         self._tagged.close()
 
     # ---- issuing ----
@@ -356,9 +363,13 @@ class TcpCommunicator(Communicator):
 
         return self._continued(finish)
 
-    def _continued(self, call: Callable[[], Callable[[], None]]) -> Callable[[], None]:
-        """Run `call` after the earlier ones, in the thread for what comes later; it returns what to wait for."""
-        handle = self._later.submit(call)
+    def _continued(self, call: Callable[[], Callable[[], None]], step: int = 0) -> Callable[[], None]:
+        """Run `call` after the earlier ones, in the thread for what comes later; it returns what to wait for.
+
+        Each later step of an operation has another thread. In one thread, an operation's third step could wait behind another
+        operation's second, which waits, over other workers, for that third step.
+        """
+        handle = self._later[step].submit(call)
         return lambda: handle.wait()()
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
@@ -385,8 +396,13 @@ class TcpCommunicator(Communicator):
         num_bytes = check.num_bytes(flat)
         is_swap = self.size == 2 and root is None and not (self.is_near and num_bytes >= SHARD_BYTES)
         pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
+        is_by_hosts = bool(self._inside) and root is None and reduction is summing and num_bytes >= HOST_BYTES
         waits = [
-            self._start_pair(piece, reduction) if is_swap else self._start_shards(piece, reduction, root)
+            self._start_pair(piece, reduction)
+            if is_swap
+            else self._start_by_hosts(piece)
+            if is_by_hosts
+            else self._start_shards(piece, reduction, root)
             for piece in pieces
         ]
         # The later the engine is asked for an operation, the less it has to copy; a swap adds while the next piece comes.
@@ -411,7 +427,7 @@ class TcpCommunicator(Communicator):
         is_result = root is None or self.rank == root
         own = shards[self.rank]
         out = own if is_result else debug.empty_like(own)
-        sent, reduced = self._start_reducing(shards, out, reduction)
+        sent, reduced = self._start_reducing(dict(enumerate(shards)), out, reduction)
         to = self._others(shards) if root is None else {root: own}
         to.pop(self.rank, None)
         sends = self._sending(dict.fromkeys(to, out))
@@ -426,26 +442,85 @@ class TcpCommunicator(Communicator):
         return self._continued(finish)
 
     def _start_reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
-        sent, reduced = self._start_reducing(parts, out, reduction)
+        sent, reduced = self._start_reducing(dict(enumerate(parts)), out, reduction)
         return lambda: (reduced(), sent())[0]
 
     def _start_reducing(
-        self, parts: list[Tensor], out: Tensor, reduction: Reduction
+        self, parts: dict[int, Tensor], out: Tensor, reduction: Reduction
     ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Two functions: one waits until the own copies of other parts are sent, the other one reduces the own part."""
-        own = parts[self.rank]
-        copies = [own if rank == self.rank else self._spare.take(own) for rank in range(self.size)]
-        received = self._post([], self._receiving(self._others(copies)))
-        sent = self._post(self._sending(self._others(parts)), [])
+        """Two functions: one waits until the parts of others are sent, the other one reduces the own part."""
+        reduced = self._start_combining(parts, out, reduction)
+        return self._post(self._sending(self._besides(parts)), []), reduced
 
-        def reduce() -> None:
+    def _start_combining(self, parts: dict[int, Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
+        """A function that combines what comes from the ranks of `parts` with the own part."""
+        own = parts[self.rank]
+        copies = {rank: own if rank == self.rank else self._spare.take(own) for rank in parts}
+        received = self._post([], self._receiving(self._besides(copies)))
+
+        def combined() -> None:
             received()
             flat = out.view(-1)
-            reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies], reduction)
-            for copy in self._others(copies).values():
+            reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies.values()], reduction)
+            for copy in self._besides(copies).values():
                 self._spare.give_back(copy)
 
-        return sent, reduce
+        return combined
+
+    def _start_by_hosts(self, tensor: Tensor) -> Callable[[], None]:
+        """Add up inside each host, then between hosts: W = N L workers in L hosts of N.
+
+        Worker j of a host has part j of its host, and then shard l of that part of all, in host l. Each worker sends as much
+        as without hosts, 2 (W-1)/W n, and a host 2 (L-1)/L n in place of 2 N (W-N)/W n.
+        """
+        parts = dict(zip(self._inside, tensor.tensor_split(len(self._inside)), strict=True))
+        part = parts[self.rank]
+        shards = dict(zip(self._across, part.tensor_split(len(self._across)), strict=True))
+        shard = shards[self.rank]
+        # All messages are numbered now. What is written comes only after what is sent of the same memory has arrived.
+        sent, summed = self._start_reducing(parts, part, summing)
+        to_hosts = self._sending(self._besides(shards))
+        of_all = self._start_combining(shards, shard, summing)
+        back_to_hosts = self._sending(dict.fromkeys(self._besides(shards), shard))
+        come = self._post([], self._receiving(self._besides(shards)))
+        back_inside = self._sending(dict.fromkeys(self._besides(parts), part))
+        rest = self._post([], self._receiving(self._besides(parts)))
+
+        def second() -> Callable[[], None]:
+            summed()
+            passed = self._post(to_hosts, [])
+            return self._continued(partial(third, passed), 1)
+
+        def third(passed: Callable[[], None]) -> Callable[[], None]:
+            of_all()
+            passed_back = self._post(back_to_hosts, [])
+            return self._continued(partial(fourth, [passed, passed_back]), 2)
+
+        def fourth(under_way: list[Callable[[], None]]) -> Callable[[], None]:
+            come()
+            under_way += [self._post(back_inside, []), rest, sent]
+            return lambda: [wait() for wait in under_way][0]
+
+        return self._continued(second)
+
+    def _besides(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Those of others, in the order rank+1, rank+2, ..."""
+        peers = sorted(tensors.keys() - {self.rank}, key=lambda peer: (peer - self.rank) % self.size)
+        return {peer: tensors[peer] for peer in peers}
+
+
+def _places(hosts: Sequence[Hashable], rank: int) -> tuple[list[int], list[int]]:
+    """The ranks of this worker's host, and those of its place in all hosts; none if hosts have not equally many, several.
+
+    Example:
+        >>> _places(["a", "b", "a", "b"], rank=1), _places(["a", "b", "a"], rank=1)
+        (([1, 3], [0, 1]), ([], []))
+    """
+    ranks = {host: [rank for rank, one in enumerate(hosts) if one == host] for host in hosts}
+    if len(ranks) < 2 or len(set(map(len, ranks.values()))) > 1 or len(ranks[hosts[rank]]) < 2:
+        return [], []
+    inside = ranks[hosts[rank]]
+    return inside, [of_host[inside.index(rank)] for of_host in ranks.values()]
 
 
 def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:

@@ -151,6 +151,11 @@ class Connections:
         self._lock = threading.Lock()
         self._threads: list[threading.Thread] = []
 
+    @property
+    def hosts(self) -> list[tuple[str, str]]:
+        """Of all workers, once they are connected: alike for those of one host."""
+        return [(one.host, one.seen_as) for one in self._contacts]
+
     def open(self, engine: Engine, contacts: Sequence[Contact], secret: bytes) -> None:
         """Begin to connect, in the background, and keep up the connections until `close`.
 
