@@ -35,7 +35,7 @@ from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.step import joined
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
 from thinwire.plan.measure import measure_together
-from thinwire.plan.operations import PeerMessages, RingAllReduce, Steps
+from thinwire.plan.operations import PeerMessages, Steps
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Action, Program, Wait
 
@@ -153,9 +153,7 @@ def play(comm: Communicator, programs: list[Program]) -> None:
 def perform(comm: Communicator, actions: Sequence[Action], handles: list[Handle]) -> None:
     """Issue operations, and wait for those of the same bucket."""
     for action in actions:
-        if isinstance(action, RingAllReduce):
-            handles.append(comm.all_reduce(buffer(action.num_bytes).view(torch.float32)))
-        elif isinstance(action, PeerMessages):
+        if isinstance(action, PeerMessages):
             # Every worker does the same with peers as far away, so what comes has the size of what goes the other way.
             around = {(2 * comm.rank - peer) % comm.size: buffer(round(n)) for peer, n in action.sends}
             handles.append(comm.exchange({peer: buffer(round(n)) for peer, n in action.sends}, around))

@@ -9,7 +9,7 @@ import pytest
 from thinwire.comm import Ledger
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.engine import Engine
-from thinwire.plan.operations import PeerMessages, RingAllReduce, Steps, all_reduce
+from thinwire.plan.operations import PeerMessages, Steps, all_reduce
 from thinwire.plan.record import Wait
 from thinwire.plan.simulate import Bucket
 from thinwire.plan.sized import Work
@@ -22,10 +22,6 @@ def program(*step, stages=(), wait=(), at_once=True):
     return Program(tuple(step), tuple(stages), tuple(wait), Ledger(2), at_once)
 
 
-def ring(num_bytes):
-    return program(RingAllReduce(num_bytes), wait=[Wait(0)])
-
-
 def gather(rank, size, num_bytes):
     after = [(rank + step) % size for step in range(1, size)]
     return program(
@@ -33,25 +29,29 @@ def gather(rank, size, num_bytes):
     )
 
 
-def sum_of_parts(rank, size, num_bytes):
-    return program(all_reduce(size, rank, num_bytes), wait=[Wait(0)])
+def sum_of_all(rank, size, num_bytes, per_node=1):
+    return program(all_reduce(size, rank, per_node, num_bytes), wait=[Wait(0)])
 
 
 def seconds(network, programs, backward=0.0, forward=0.0, work=lambda work: 0.0, fold=True):
     return simulate(network, [Bucket(backward, list(p)) for p in programs], forward, work, fold)
 
 
-@pytest.mark.parametrize("size", [2, 3, 8, 33, 200, 1024])
-def test_a_ring_all_reduce_takes_its_closed_form(size):
-    num_bytes = 1_000_000
-    expected = 2 * (size - 1) * (0.01 + num_bytes / size / 1e6)
-    assert seconds(Network(size, outer=LINK), [[ring(num_bytes)]]) == pytest.approx(expected)
-
-
 @pytest.mark.parametrize("size", [3, 8, 200, 1024])
-def test_an_all_reduce_by_parts_takes_two_steps(size):
+def test_an_all_reduce_takes_two_steps(size):
     expected = 2 * (0.01 + (size - 1) / size * 1_000_000 / 1e6)
-    assert seconds(Network(size, outer=LINK), [[sum_of_parts(0, size, 1_000_000)]]) == pytest.approx(expected)
+    assert seconds(Network(size, outer=LINK), [[sum_of_all(0, size, 1_000_000)]]) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize("per_node", [2, 4])
+def test_an_all_reduce_leaves_a_node_once_however_many_workers_it_has(per_node):
+    """Free inside a node; two steps between nodes, where each of L sends (L-1)/L n. Its workers' latencies may overlap."""
+    num_nodes = 12 // per_node
+    on_line = 2 * (num_nodes - 1) / num_nodes * 1_000_000 / 1e6
+    network = Network(12, per_node, outer=LINK, inner=FREE)
+    programs = [sum_of_all(rank, 12, 1_000_000, per_node) for rank in range(per_node)]
+    assert on_line + 0.01 - 1e-9 <= seconds(network, [programs]) <= on_line + 0.02 + 1e-9
+    assert sum(p.bytes_out(network) for p in programs) == pytest.approx(2 * (num_nodes - 1) / num_nodes * 1_000_000)
 
 
 def test_a_later_step_keeps_its_messages_apart_from_those_of_later_operations():
@@ -82,7 +82,11 @@ def test_workers_of_a_node_share_its_line():
 @pytest.mark.parametrize("per_node", [1, 2, 4])
 def test_one_node_stands_for_all(per_node):
     network = Network(8, per_node, outer=LINK, inner=Link(1e7, 0.001))
-    makes = (lambda rank: gather(rank, 8, 5000), lambda rank: ring(80_000), lambda rank: sum_of_parts(rank, 8, 80_000))
+    makes = (
+        lambda rank: gather(rank, 8, 5000),
+        lambda rank: sum_of_all(rank, 8, 8000, per_node),
+        lambda rank: sum_of_all(rank, 8, 800_000, per_node),
+    )
     for make in makes:
         folded = seconds(network, [[make(rank) for rank in range(per_node)]] * 3)
         whole = seconds(network, [[make(rank) for rank in range(8)]] * 3, fold=False)
@@ -143,7 +147,7 @@ def test_texts_of_rates_and_times():
 def test_short_messages_pay_for_operations_and_messages_and_bursts_are_free():
     costly = Network(4, outer=Link(1e6, 0.01, message_seconds=0.001, operation_seconds=0.1))
     assert seconds(costly, [[gather(0, 4, 1000)]]) == pytest.approx(0.1 + 3 * (0.001 + 0.001) + 0.01)
-    assert seconds(costly, [[ring(4000)]]) == pytest.approx(0.1 + 6 * (0.001 + 0.001 + 0.01))
+    assert seconds(costly, [[sum_of_all(0, 4, 4000)]]) == pytest.approx(0.1 + 2 * (3 * (0.001 + 0.001) + 0.01))
     # The first 2000 bytes of 3000 leave at once; the rest waits for tokens.
     bursts = Network(4, outer=Link(1e6, 0.01, burst_bytes=2000))
     assert seconds(bursts, [[gather(0, 4, 1000)]]) == pytest.approx(0.001 + 0.01)

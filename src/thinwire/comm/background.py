@@ -1,4 +1,4 @@
-"""A thread beside the training, for what waits for messages and decodes them."""
+"""Threads beside the training, for what waits for messages and decodes them."""
 
 from __future__ import annotations
 
@@ -60,6 +60,32 @@ class Background:
             return True
         self._thread.join(seconds)
         return not self._thread.is_alive()
+
+
+class Later:
+    """Threads for what follows on messages of an operation: one for each of its later steps.
+
+    In one thread, an operation's third step could wait behind another operation's second, which waits, over other workers,
+    for that third step.
+    """
+
+    STEPS = 3
+
+    def __init__(self) -> None:
+        self._threads = [Background("thinwire-comm") for _ in range(self.STEPS)]
+
+    def follow(self, call: Callable[[], Callable[[], Any]], step: int = 0) -> Callable[[], Any]:
+        """Run `call` after the earlier calls of this step; it returns what to wait for."""
+        handle = self._threads[step].submit(call)
+        return lambda: handle.wait()()
+
+    def end(self, seconds: float | None = None) -> bool:
+        """End the threads after the calls so far, and wait for each at most so many seconds; whether all have ended."""
+        for thread in self._threads:  # each of them gives work to the next
+            thread.close()
+            if not thread.join(seconds):
+                return False
+        return True
 
 
 def _run(calls: SimpleQueue[Any]) -> None:

@@ -29,15 +29,17 @@ from torch.distributed import distributed_c10d as c10d
 from .. import debug
 from ..streams import refuse_capture
 from .addresses import own_address
-from .background import Background
+from .background import Background, Later
 from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
-from .gloo import Line, Works, goes_straight, hang_up, start_sum, wait_and_copy, wait_for_all
+from .gloo import Works, hang_up, post, wait_and_copy, wait_for_all
 from .handle import CommunicationError, reason_of
 from .ledger import Ledger
+from .numbered import Numbers
 from .side_streams import SideStreams
+from .sums import Sums
 
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
@@ -95,7 +97,8 @@ class ProcessGroupCommunicator(Communicator):
         self._timeout_seconds = timeout_seconds
         self._gpu: torch.device | None = None
         self._issuer = Background("thinwire-comm")
-        self._adder = Background("thinwire-sums")
+        self._later = Later()
+        self._sums: Sums | None = None
         self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
@@ -104,7 +107,21 @@ class ProcessGroupCommunicator(Communicator):
                 self.device = self._gpu
             # NCCL connects in a group's first operation, in which all ranks must take part.
             self.all_reduce(torch.zeros(1, device=self._gpu)).wait()
-            self.ledger = Ledger(self.size)
+        if self._backends.get("cpu") == "gloo":
+            self._sums = self._sums_over_gloo()
+        self.ledger = Ledger(self.size)  # what connecting took is no traffic of the run
+
+    def _sums_over_gloo(self) -> Sums:
+        host = f"rank {self.rank}"
+        with contextlib.suppress(ValueError):  # its address is for one link alone
+            host = own_address()[1]
+        try:
+            hosts = self.gather_objects(host)
+        except RuntimeError:
+            self.abandon()
+            raise
+        over = partial(post, partial(self._begin, dist.isend), partial(self._begin, dist.irecv), self._waiting)
+        return Sums(self.rank, hosts, over, Numbers(self.size), self._later)
 
     def reordered(self, order: Sequence[int]) -> ProcessGroupCommunicator:
         """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it."""
@@ -115,7 +132,7 @@ class ProcessGroupCommunicator(Communicator):
     def _close(self) -> None:
         self._issuer.close()
         self._issuer.join()
-        self._adder_ends()
+        self._later.end()  # the issuing thread gives it work
         with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
@@ -124,14 +141,10 @@ class ProcessGroupCommunicator(Communicator):
         self._issuer.close()
         # The threads may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
         is_over_nccl = "nccl" in self._backends.values()
-        if is_over_nccl or not (self._issuer.join(GRACE_SECONDS) and self._adder_ends(GRACE_SECONDS)):
+        if is_over_nccl or not (self._issuer.join(GRACE_SECONDS) and self._later.end(GRACE_SECONDS)):
             self._hang_up()
         if not is_over_nccl:
             self._close()
-
-    def _adder_ends(self, seconds: float | None = None) -> bool:
-        self._adder.close()  # only now, because the issuing thread gives it work
-        return self._adder.join(seconds)
 
     # ---- issuing ----
 
@@ -173,9 +186,8 @@ class ProcessGroupCommunicator(Communicator):
         if tensor.numel() == 0:
             return partial(wait_for_all, [])
         sent = self._sendable(tensor)
-        if self._backends[tensor.device.type] == "gloo" and goes_straight(sent.nbytes, self.size):
-            line = Line(partial(self._begin, dist.isend), partial(self._begin, dist.irecv), self._waiting)
-            return partial(wait_and_copy, start_sum(sent, self.rank, self.size, line, self._adder), [(tensor, sent)])
+        if self._sums is not None and self._backends[tensor.device.type] == "gloo":
+            return partial(wait_and_copy, self._sums.start(sent), [(tensor, sent)])
         work = dist.all_reduce(sent, group=self._group, async_op=True)
         return partial(wait_for_all, [("", work)], [(tensor, sent)])
 

@@ -21,10 +21,10 @@ from itertools import groupby
 
 from .cores import Cores
 from .network import Link, Network
-from .operations import Moves, PeerMessages, RingAllReduce, Steps
+from .operations import Moves, PeerMessages, Steps
 
 EVENTS = 64
-"""Steps in which a longer ring is simulated, and groups in which the messages of a larger operation leave a node."""
+"""Groups in which the messages of a larger operation leave a node."""
 
 
 @dataclass
@@ -93,7 +93,6 @@ class Engine:
         self._slots: dict[_Slot, float | Operation] = {}
         self._sent: defaultdict[tuple[int, ...], int] = defaultdict(int)
         self._received: defaultdict[tuple[int, ...], int] = defaultdict(int)
-        self._num_rings = [0] * self.workers
         self._cores = [Cores(self, network.cores) for _ in range(self.workers // network.workers_per_node)]
 
     def at(self, time: float, act: Callable[[], None]) -> None:
@@ -116,8 +115,6 @@ class Engine:
 
     def issue(self, rank: int, action: Moves) -> Operation:
         """Start an operation of worker `rank` now."""
-        if isinstance(action, RingAllReduce):
-            return self._issue_ring(rank, action)
         steps = action.steps if isinstance(action, Steps) else (action,)
         num_sends, num_receives = (
             sum(map(len, side)) for side in zip(*((s.sends, s.receives) for s in steps), strict=True)
@@ -155,9 +152,7 @@ class Engine:
     def _after_start(self, rank: int, steps: Sequence[PeerMessages], send: Callable[[], None]) -> None:
         """Have an operation begin to send once the worker has started it."""
         node, per_node = rank // self.network.workers_per_node, self.network.workers_per_node
-        inside = self.network.nodes == 1 or (
-            bool(steps) and all(peer // per_node == node for step in steps for peer, _ in step.sends)
-        )
+        inside = self.network.nodes == 1 or all(peer // per_node == node for step in steps for peer, _ in step.sends)
         seconds = (self.network.inner if inside else self.network.outer).operation_seconds
         if seconds:
             self.at(self.now + seconds, send)
@@ -193,7 +188,6 @@ class Engine:
         num_bytes: float,
         messages: float,
         slots: Sequence[_Slot],
-        hops: float = 1,
     ) -> float:
         """Put a message on the lines now; returns when it has left. It comes to all `slots` at once."""
         link, out, into = self._path(rank, peer)
@@ -202,7 +196,7 @@ class Engine:
         begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
         taken = num_bytes / coming + extra, link.burst_bytes / coming
         # The receiver's line serves in the order of arrival, so it is taken only when the message gets there.
-        self.at(begin + hops * link.latency_seconds, lambda: self._arrive(slots, into.take(self.now, *taken)[1]))
+        self.at(begin + link.latency_seconds, lambda: self._arrive(slots, into.take(self.now, *taken)[1]))
         return end
 
     def _arrive(self, slots: Sequence[_Slot], end: float) -> None:
@@ -227,36 +221,6 @@ class Engine:
             operation.finish_part(max(self.now, came), self)
         else:
             self._slots[slot] = operation
-
-    # ---- rings: 2(W-1) steps; in each, a worker sends a piece to the next, when the piece before has come ----
-
-    def _issue_ring(self, rank: int, action: RingAllReduce) -> Operation:
-        number = self._num_rings[rank]
-        self._num_rings[rank] += 1
-        events = min(2 * (self.network.workers - 1), EVENTS) if action.num_bytes else 0
-        operation = Operation(events, end=self.now)
-        if events:
-            steps = self._ring(rank, number, action.num_bytes, operation)
-
-            def begin() -> None:
-                Thread(self, rank, steps)
-
-            self._after_start(rank, (), begin)
-        return operation
-
-    def _ring(self, rank: int, number: int, num_bytes: int, operation: Operation) -> Iterator[Operation]:
-        """The thread of one worker's part of its ring of this number."""
-        events, size = operation.left, self.network.workers
-        # One event stands for this many steps, fractions included, so that a long ring costs no more events.
-        hops = 2 * (size - 1) / events
-        # Folded, the last worker of node 0 sends to the next node, whose first worker is worker 0 here.
-        before, after = ((of % self.workers, number) for of in (rank, rank + 1))
-        for event in range(events):
-            self._transmit(rank, rank + 1, hops * num_bytes / size, hops, [(after, event)], hops)
-            piece = Operation(1)
-            self._expect((before, event), piece)
-            yield piece
-            operation.finish_part(self.now, self)
 
     # ---- the fold ----
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..comm.gloo import goes_straight
 from ..comm.ledger import broadcast_tree
+from ..comm.sums import HOST_BYTES, places
 
 
 @dataclass(frozen=True)
@@ -22,13 +23,6 @@ class PeerMessages:
 
 
 @dataclass(frozen=True)
-class RingAllReduce:
-    """An all-reduce of `num_bytes`: 2 (W-1) steps, in each of which a worker sends num_bytes / W to the next."""
-
-    num_bytes: int
-
-
-@dataclass(frozen=True)
 class Steps:
     """One operation of several steps: each of them sends once all that the one before receives has come."""
 
@@ -39,24 +33,39 @@ class Steps:
         return Steps(tuple(step.shifted(by, size) for step in self.steps))
 
 
-Moves = PeerMessages | RingAllReduce | Steps
+Moves = PeerMessages | Steps
 """What one call of a communicator sends and receives."""
 
 
-def all_reduce(size: int, rank: int, num_bytes: int) -> Moves:
-    """The part of worker `rank` in an all-reduce of `num_bytes`, as over Gloo: see `comm/gloo.py`.
+def all_reduce(size: int, rank: int, workers_per_node: int, num_bytes: int) -> Moves:
+    """The part of worker `rank` in an all-reduce of `num_bytes`: see `comm/sums.py`.
 
     Example:
-        >>> all_reduce(size=3, rank=0, num_bytes=300).steps[0].sends
+        >>> all_reduce(size=3, rank=0, workers_per_node=1, num_bytes=300).steps[0].sends
         ((1, 100.0), (2, 100.0))
     """
-    others = [(rank + step) % size for step in range(1, size)] if num_bytes else []
-    if not goes_straight(num_bytes, size):
-        return RingAllReduce(num_bytes)
-    whole = num_bytes if size == 2 else num_bytes / size
-    messages = tuple((peer, whole) for peer in others)
-    step = PeerMessages(messages, messages)
-    return step if size == 2 else Steps((step, step))
+    if num_bytes == 0 or size == 1:
+        return PeerMessages((), ())
+    if size == 2:
+        return _both_ways([1 - rank], num_bytes)
+    inside, across = places([one // workers_per_node for one in range(size)], rank)
+    if inside and num_bytes >= HOST_BYTES:
+        in_node = _both_ways(_after(inside, rank), num_bytes / len(inside))
+        between = _both_ways(_after(across, rank), num_bytes / size)
+        return Steps((in_node, between, between, in_node))
+    step = _both_ways(_after(range(size), rank), num_bytes / size)
+    return Steps((step, step))
+
+
+def _both_ways(peers: Sequence[int], num_bytes: float) -> PeerMessages:
+    messages = tuple((peer, num_bytes) for peer in peers)
+    return PeerMessages(messages, messages)
+
+
+def _after(ranks: Sequence[int], rank: int) -> list[int]:
+    """Those that follow on a rank, and then those before it."""
+    place = ranks.index(rank)
+    return [*ranks[place + 1 :], *ranks[:place]]
 
 
 def broadcast(size: int, rank: int, root: int, num_bytes: int) -> Steps:

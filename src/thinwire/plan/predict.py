@@ -297,8 +297,9 @@ def _node(
     if not is_even or not is_uniform(averager) or not is_circulant(averager, workers, workers_per_node):
         return record(averager, shapes, range(workers), workers, workers_per_node, owned)
     if averager.traits.gives_one_mean and not uses_nodes(averager):
-        (first,) = record(averager, shapes, [0], workers)
-        return (first.shifted(rank, workers) for rank in range(workers_per_node))
+        (first,) = record(averager, shapes, [0], workers, workers_per_node)
+        if not first.sums_by_hosts:
+            return (first.shifted(rank, workers) for rank in range(workers_per_node))
     if has_leaders(averager):
         leader, *members = record(averager, shapes, range(min(2, workers_per_node)), workers, workers_per_node)
         return [leader, *members * (workers_per_node - 1)]

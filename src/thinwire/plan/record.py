@@ -5,7 +5,6 @@ A *program* lists the actions of one worker for one call of `Averager.step`:
     Work(part, numel, name)   encode or decode so many float32 elements
     PeerMessages(sends, receives)   one `exchange`, `all_to_all` or `all_gather`: bytes by peer
     Steps(steps)              one `broadcast`, `all_reduce` or `all_gather` of sizes that differ: such messages, step by step
-    RingAllReduce(num_bytes)  one `all_reduce` of a large tensor
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
@@ -35,10 +34,9 @@ from ..clock import Clock
 from ..comm import Communicator, Handle, Layout, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
-from ..comm.ledger import ring_all_reduce_bytes
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import Moves, PeerMessages, RingAllReduce, Steps, all_reduce, broadcast
+from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -71,22 +69,27 @@ class Program:
     ledger: Ledger
     sends_at_once: bool
 
+    @property
+    def actions(self) -> list[Action]:
+        """All of them, in order."""
+        return [*self.step, *chain.from_iterable(self.stages), *self.wait]
+
+    @property
+    def sums_by_hosts(self) -> bool:
+        """Whether it has all-reduces inside nodes and then between them, so that no other worker of its node does the same."""
+        return any(isinstance(action, Steps) and len(action.steps) > 2 for action in self.actions)
+
     def bytes_out(self, network: Network, node: int = 0) -> float:
-        """What it adds to the bytes that its node sends to other nodes; of a ring, each of N workers adds 1/N."""
-        actions = [*self.step, *chain.from_iterable(self.stages), *self.wait]
+        """What it adds to the bytes that its node sends to other nodes."""
         if network.nodes == 1:
             return 0.0
-        sent = sum(
+        return sum(
             n
-            for a in actions
+            for a in self.actions
             for messages in ([a] if isinstance(a, PeerMessages) else a.steps if isinstance(a, Steps) else [])
             for peer, n in messages.sends
             if peer // network.workers_per_node != node
         )
-        rings = sum(
-            ring_all_reduce_bytes(network.workers, a.num_bytes) for a in actions if isinstance(a, RingAllReduce)
-        )
-        return sent + rings / network.workers_per_node
 
     def shifted(self, by: int, size: int) -> Program:
         """The program of the worker whose rank is `by` higher, if it does the same with peers as far away."""
@@ -125,7 +128,8 @@ def record(
     def on(device: str) -> list[Program]:
         mail: Mail = defaultdict(deque)
         tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
-        return [_record(averager, tensors, Recorder(rank, size, shares), mail, workers_per_node) for rank in ranks]
+        recorders = [Recorder(rank, size, workers_per_node, shares) for rank in ranks]
+        return [_record(averager, tensors, recorder, mail, workers_per_node) for recorder in recorders]
 
     if adds_coordinates(averager):
         return on("cpu")
@@ -198,11 +202,11 @@ class Recorder(Communicator):
         shares: of a layout, in which nothing else is said.
     """
 
-    def __init__(self, rank: int, size: int, shares: tuple[float, ...] = ()):
+    def __init__(self, rank: int, size: int, workers_per_node: int = 1, shares: tuple[float, ...] = ()):
         super().__init__(rank, size)
         self.layout = Layout(tuple(range(size)), shares=shares) if shares else None
         self.actions: list[Action] = []
-        self._operations = 0
+        self._operations, self._workers_per_node = 0, workers_per_node
         self._mail: Mail | None = None
 
     def begin(self, mail: Mail) -> None:
@@ -252,7 +256,7 @@ class Recorder(Communicator):
         return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._note(all_reduce(self.size, self.rank, check.num_bytes(tensor)))
+        return self._note(all_reduce(self.size, self.rank, self._workers_per_node, check.num_bytes(tensor)))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))

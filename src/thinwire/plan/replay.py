@@ -10,13 +10,12 @@ from typing import Any
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Moves, PeerMessages, RingAllReduce, Steps
+from .operations import Moves, PeerMessages, Steps
 from .trace import Entry
 
 _MOVES: dict[str, Callable[..., Moves]] = {
     "messages": PeerMessages,
     "steps": lambda *steps: Steps(tuple(PeerMessages(*step) for step in steps)),
-    "ring": RingAllReduce,
 }
 
 
@@ -28,8 +27,9 @@ class Replay:
 
     Example:
         >>> from thinwire.plan import Link
-        >>> work = [[0, [["work", 0.5], ["ring", 0, 1000], ["wait", 0]]]]
-        >>> Replay(Network(2, outer=Link(bytes_per_second=1000.0))).play([work, work])
+        >>> def work(peer):
+        ...     return [[0, [["work", 0.5], ["messages", 0, [[peer, 1000]], [[peer, 1000]]], ["wait", 0]]]]
+        >>> Replay(Network(2, outer=Link(bytes_per_second=1000.0))).play([work(1), work(0)])
         1.5
     """
 

@@ -5,7 +5,6 @@ An entry is a list, ready for JSON:
     ["work", seconds]                         the thread computes
     ["messages", number, sends, receives]     it starts an operation; bytes by peer
     ["steps", number, [sends, receives], ...] it starts an operation of several steps
-    ["ring", number, num_bytes]               it starts an all-reduce of a large tensor
     ["mark", number]                          it gets to here
     ["wait", number]                          it waits for the operation or the mark of this number
 
@@ -20,7 +19,7 @@ import time
 from typing import Any
 
 from ..algorithm import require
-from .operations import Moves, RingAllReduce, Steps
+from .operations import Moves, Steps
 
 Entry = list[Any]
 
@@ -32,11 +31,12 @@ class Trace:
         measures: whether the processor time of threads counts; if not, only what `compute` declares.
 
     Example:
+        >>> from thinwire.plan.operations import PeerMessages
         >>> trace = Trace(measures=False)
         >>> trace.compute(0.5)
-        >>> trace.wait(trace.issue(RingAllReduce(100)))
+        >>> trace.wait(trace.issue(PeerMessages(((1, 100),), ())))
         >>> trace.take()
-        [[0, [['work', 0.5], ['ring', 0, 100], ['wait', 0]]]]
+        [[0, [['work', 0.5], ['messages', 0, ((1, 100),), ()], ['wait', 0]]]]
     """
 
     def __init__(self, measures: bool):
@@ -73,8 +73,6 @@ class Trace:
         self.charge()
         if isinstance(moves, Steps):
             return self._numbered("steps", *([step.sends, step.receives] for step in moves.steps))
-        if isinstance(moves, RingAllReduce):
-            return self._numbered("ring", moves.num_bytes)
         return self._numbered("messages", moves.sends, moves.receives)
 
     def mark(self) -> int:

@@ -112,7 +112,7 @@ class TracedCommunicator(Communicator):
         return partial(_wait_traced, wait, trace, number)
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        moves = all_reduce(self.size, self.rank, tensor.nbytes)
+        moves = all_reduce(self.size, self.rank, self._network.workers_per_node, tensor.nbytes)
         return self._traced(moves, [tensor], partial(self._comm._start_all_reduce, tensor))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:

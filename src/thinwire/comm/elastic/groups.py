@@ -12,10 +12,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
-from ..background import Background
+from ..background import Later
 from ..exit import until_exit
-from ..gloo import Line, Wait, Works, goes_straight, hang_up, start_sum, wait_and_copy, wait_for_all
+from ..gloo import Works, hang_up, post, wait_and_copy, wait_for_all
 from ..handle import CommunicationError, reason_of
+from ..numbered import Numbers, Wait
+from ..sums import Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
@@ -107,16 +109,19 @@ class GlooGroups(Groups):
         self.nccl = nccl_group(timeout) if on_gpus else None
         # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
         self._gloo: Any = None  # before the first round, and while one is connected
-        self._adder = Background("thinwire-sums")
+        self._sums: Sums | None = None
 
     def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
-        self._gloo = None
+        self.close()
         with store_at(place, limit) as store:
             group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
         if self.nccl is not None:
             self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
         self._gloo = group
+        over = partial(post, partial(_begin, group.send), partial(_begin, group.recv), self._waiting)
+        # Workers of one host are few; to find them would take a step in each round.
+        self._sums = Sums(rank, range(size), over, Numbers(size), Later())
 
     def hang_up(self) -> None:
         if self.nccl is not None:
@@ -125,7 +130,7 @@ class GlooGroups(Groups):
             hang_up(self._gloo)
 
     def close(self) -> None:
-        """The group closes its connections when it is deleted."""
+        self._gloo = self._sums = None  # the group closes its connections when it is deleted
 
     def _connected(self) -> GlooGroups:
         if self._gloo is None:
@@ -133,11 +138,8 @@ class GlooGroups(Groups):
         return self
 
     def _start_all_reduce(self, tensor: Tensor) -> Wait:
-        rank, size = self._gloo.rank(), self._gloo.size()
-        if goes_straight(tensor.nbytes, size):
-            line = Line(partial(_begin, self._gloo.send), partial(_begin, self._gloo.recv), self._waiting)
-            return start_sum(tensor, rank, size, line, self._adder)
-        return self._waiting([("", self._gloo.allreduce([tensor], dist.AllreduceOptions()))])
+        assert self._sums is not None, "it is connected"
+        return self._sums.start(tensor)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])

@@ -22,7 +22,8 @@ from .. import channel, check
 from ..buffers import as_bytes
 from ..channel import HEADER_BYTES, Channel
 from ..handle import CommunicationError
-from .endpoint import CLOSE_SECONDS, Endpoint, Meeting, TaggedMessage
+from ..numbered import TaggedMessage
+from .endpoint import CLOSE_SECONDS, Endpoint, Meeting
 
 HEADER = struct.Struct("<qB")  # bytes of the payload, and kind
 

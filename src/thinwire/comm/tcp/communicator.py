@@ -4,10 +4,7 @@ A C++ thread (`native/wire/engine.cpp`) moves messages over several connections 
 from them:
 
     exchange, all_gather, all_to_all   messages straight to their receivers
-    all_reduce                         worker r gets shard r of all others, adds them in rank order, and sends the sum to all
-    all_reduce, where delay counts     of 2 workers, each sends the whole tensor, and both add: as many bytes in one step
-    all_reduce, of several workers     inside each host, worker j adds up part j; then a shard of it, with those of its place in
-      on each of L hosts               other hosts; sums go back the same way, so that a host sends 2 (L-1)/L n
+    all_reduce                         in one, two or four steps; see `sums.py`
     reduce_scatter, reduce             the first half of an all_reduce; then the sums go to one worker
     broadcast                          a binomial tree
 
@@ -22,40 +19,38 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ... import debug
 from .. import check
 from ..addresses import own_address, parse_address
-from ..background import Background
+from ..background import Later
 from ..base import Communicator, Start
-from ..buffers import Spare, as_bytes, flat_like
+from ..buffers import as_bytes, flat_like
 from ..channel import Channel
 from ..handle import CommunicationError, Handle, nothing
 from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from ..notice import START_SECONDS
+from ..numbered import Numbers, TaggedMessage
 from ..process_group import Group, ProcessGroupCommunicator
-from ..reduction import Reduction, reduce_into, summing
+from ..reduction import Reduction, summing
 from ..store import gathering, host_of
+from ..sums import Sums
 from .channel import TcpChannel
 from .connections import Place
-from .endpoint import CLOSE_SECONDS, Endpoint, Meeting, TaggedMessage
+from .endpoint import CLOSE_SECONDS, Endpoint, Meeting
 from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
     from ..tls.credentials import Credentials
     from ._engine import Counts
 
-PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of an all_reduce: added while the next piece is on its way
 SHARD_BYTES = 1 << 22  # from which each of two near workers adds up one half of an all_reduce, and not both the whole
-HOST_BYTES = 1 << 16  # from which the lines between hosts count more than two steps inside them
 LONG_SECONDS = 0.003
 """Round trip from which a line is a long one: its delay counts more than what passes over memory cost."""
 
@@ -166,12 +161,8 @@ class TcpCommunicator(Communicator):
         peers = [peer for peer in range(self.size) if peer != self.rank]
         self._endpoint = Endpoint(meeting, peers)
         self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
-        self._sent, self._received = ([count() for _ in range(self.size)] for _ in range(2))  # messages, by peer
-        self._spare = Spare()
-        self._later = [
-            Background("thinwire-comm") for _ in range(3)
-        ]  # a thread for each step of an operation but the first
-        self._inside, self._across = _places(self._connections.hosts, self.rank)
+        self._numbers, self._later = Numbers(self.size), Later()
+        self._sums = Sums(self.rank, self._connections.hosts, self._post, self._numbers, self._later)
         self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
         try:
             self.barrier()  # all are connected
@@ -247,7 +238,7 @@ class TcpCommunicator(Communicator):
         check.parts(self, "reduce_scatter", parts, out)
         sent = sum(check.num_bytes(part) for part in self._others(parts).values())
         received = (self.size - 1) * check.num_bytes(out)
-        start = partial(self._start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
+        start = partial(self._sums.start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
         messages = sum(part.numel() > 0 for part in self._others(parts).values())
         return self._submit("reduce_scatter", [*parts, out], start, out, (messages, sent, received), parts)
 
@@ -291,9 +282,7 @@ class TcpCommunicator(Communicator):
         self._end(partial(self._hang_up, 0.0))
 
     def _close(self) -> None:
-        for later in self._later:  # each of them gives work to the next; what follows still needs the endpoint
-            later.close()
-            later.join()
+        self._later.end()  # what follows on earlier messages still needs the endpoint
         self._hang_up(math.inf)
 
     def _abandon(self) -> None:
@@ -301,9 +290,7 @@ class TcpCommunicator(Communicator):
 
     def _hang_up(self, seconds: float) -> None:
         self._endpoint.close(seconds)  # what is under way fails
-        for later in self._later:
-            later.close()
-            later.join()
+        self._later.end()
         self._tagged.close()
 
     # ---- issuing ----
@@ -322,13 +309,6 @@ class TcpCommunicator(Communicator):
 
     # ---- messages ----
 
-    def _sending(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
-        """The next messages to some peers, numbered; those without bytes are not sent."""
-        return _numbered(self._sent, tensors)
-
-    def _receiving(self, tensors: dict[int, Tensor]) -> list[TaggedMessage]:
-        return _numbered(self._received, tensors)
-
     def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
@@ -341,15 +321,15 @@ class TcpCommunicator(Communicator):
     # ---- primitives ----
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
-        return self._post(self._sending(sends), self._receiving(receives))
+        return self._post(self._numbers.sending(sends), self._numbers.receiving(receives))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         length = torch.tensor([tensor.numel()], device="cpu")
         lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
         wait = self._start_all_gather([as_bytes(part) for part in lengths])
         # Numbers are taken now, and not in `_post_parts`, for the messages that follow, even if they turn out to be empty.
-        sends = [(peer, next(self._sent[peer])) for peer in self._others(lengths)]
-        receives = [(peer, next(self._received[peer])) for peer in self._others(lengths)]
+        sends = [(peer, self._numbers.next_sent(peer)) for peer in self._others(lengths)]
+        receives = [(peer, self._numbers.next_received(peer)) for peer in self._others(lengths)]
 
         def finish() -> Callable[[], None]:
             wait()
@@ -361,21 +341,12 @@ class TcpCommunicator(Communicator):
                 [TaggedMessage(peer, number, as_bytes(result[peer])) for peer, number in receives],
             )
 
-        return self._continued(finish)
-
-    def _continued(self, call: Callable[[], Callable[[], None]], step: int = 0) -> Callable[[], None]:
-        """Run `call` after the earlier ones, in the thread for what comes later; it returns what to wait for.
-
-        Each later step of an operation has another thread. In one thread, an operation's third step could wait behind another
-        operation's second, which waits, over other workers, for that third step.
-        """
-        handle = self._later[step].submit(call)
-        return lambda: handle.wait()()
+        return self._later.follow(finish)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         parents, children = broadcast_tree(self.size, self.rank, root)
-        sends = self._sending(dict.fromkeys(children, tensor))
-        receives = self._receiving(dict.fromkeys(parents, tensor))
+        sends = self._numbers.sending(dict.fromkeys(children, tensor))
+        receives = self._numbers.receiving(dict.fromkeys(parents, tensor))
         if not parents or not children:
             return self._post(sends, receives)
         received = self._post([], receives)
@@ -384,144 +355,9 @@ class TcpCommunicator(Communicator):
             received()
             return self._post(sends, [])
 
-        return self._continued(finish)
+        return self._later.follow(finish)
 
     def _start_all_reduce(
         self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None
     ) -> Callable[[], Any]:
-        flat = tensor.view(-1)
-        if self.size == 1 or flat.numel() == 0:
-            reduction([flat], flat)
-            return nothing
-        num_bytes = check.num_bytes(flat)
-        is_swap = self.size == 2 and root is None and not (self.is_near and num_bytes >= SHARD_BYTES)
-        pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
-        is_by_hosts = bool(self._inside) and root is None and reduction is summing and num_bytes >= HOST_BYTES
-        waits = [
-            self._start_pair(piece, reduction)
-            if is_swap
-            else self._start_by_hosts(piece)
-            if is_by_hosts
-            else self._start_shards(piece, reduction, root)
-            for piece in pieces
-        ]
-        # The later the engine is asked for an operation, the less it has to copy; a swap adds while the next piece comes.
-        in_order = waits if is_swap else waits[::-1]
-        return lambda: [wait() for wait in in_order]
-
-    def _start_pair(self, tensor: Tensor, reduction: Reduction) -> Callable[[], None]:
-        """Between two workers: both have the whole tensors, and the thread that waits combines them."""
-        peer, theirs = 1 - self.rank, self._spare.take(tensor)
-        wait = self._start_exchange({peer: tensor}, {peer: theirs})
-
-        def finish() -> None:
-            wait()
-            reduce_into(tensor, [tensor, theirs] if self.rank == 0 else [theirs, tensor], reduction)
-            self._spare.give_back(theirs)
-
-        return finish
-
-    def _start_shards(self, tensor: Tensor, reduction: Reduction, root: int | None) -> Callable[[], None]:
-        """Worker r combines shard r, and sends it to all, or to the root; the tensors of others stay as they are."""
-        shards = list(tensor.tensor_split(self.size))
-        is_result = root is None or self.rank == root
-        own = shards[self.rank]
-        out = own if is_result else debug.empty_like(own)
-        sent, reduced = self._start_reducing(dict(enumerate(shards)), out, reduction)
-        to = self._others(shards) if root is None else {root: own}
-        to.pop(self.rank, None)
-        sends = self._sending(dict.fromkeys(to, out))
-        # A sum may overwrite the shard that was sent for it: it comes only after that shard has arrived whole.
-        received = self._post([], self._receiving(self._others(shards) if is_result else {}))
-
-        def finish() -> Callable[[], None]:
-            reduced()
-            passed_on = self._post(sends, [])
-            return lambda: (received(), passed_on(), sent())[0]
-
-        return self._continued(finish)
-
-    def _start_reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
-        sent, reduced = self._start_reducing(dict(enumerate(parts)), out, reduction)
-        return lambda: (reduced(), sent())[0]
-
-    def _start_reducing(
-        self, parts: dict[int, Tensor], out: Tensor, reduction: Reduction
-    ) -> tuple[Callable[[], None], Callable[[], None]]:
-        """Two functions: one waits until the parts of others are sent, the other one reduces the own part."""
-        reduced = self._start_combining(parts, out, reduction)
-        return self._post(self._sending(self._besides(parts)), []), reduced
-
-    def _start_combining(self, parts: dict[int, Tensor], out: Tensor, reduction: Reduction) -> Callable[[], None]:
-        """A function that combines what comes from the ranks of `parts` with the own part."""
-        own = parts[self.rank]
-        copies = {rank: own if rank == self.rank else self._spare.take(own) for rank in parts}
-        received = self._post([], self._receiving(self._besides(copies)))
-
-        def combined() -> None:
-            received()
-            flat = out.view(-1)
-            reduce_into(flat, [flat if copy is out else copy.view(-1) for copy in copies.values()], reduction)
-            for copy in self._besides(copies).values():
-                self._spare.give_back(copy)
-
-        return combined
-
-    def _start_by_hosts(self, tensor: Tensor) -> Callable[[], None]:
-        """Add up inside each host, then between hosts: W = N L workers in L hosts of N.
-
-        Worker j of a host has part j of its host, and then shard l of that part of all, in host l. Each worker sends as much
-        as without hosts, 2 (W-1)/W n, and a host 2 (L-1)/L n in place of 2 N (W-N)/W n.
-        """
-        parts = dict(zip(self._inside, tensor.tensor_split(len(self._inside)), strict=True))
-        part = parts[self.rank]
-        shards = dict(zip(self._across, part.tensor_split(len(self._across)), strict=True))
-        shard = shards[self.rank]
-        # All messages are numbered now. What is written comes only after what is sent of the same memory has arrived.
-        sent, summed = self._start_reducing(parts, part, summing)
-        to_hosts = self._sending(self._besides(shards))
-        of_all = self._start_combining(shards, shard, summing)
-        back_to_hosts = self._sending(dict.fromkeys(self._besides(shards), shard))
-        come = self._post([], self._receiving(self._besides(shards)))
-        back_inside = self._sending(dict.fromkeys(self._besides(parts), part))
-        rest = self._post([], self._receiving(self._besides(parts)))
-
-        def second() -> Callable[[], None]:
-            summed()
-            passed = self._post(to_hosts, [])
-            return self._continued(partial(third, passed), 1)
-
-        def third(passed: Callable[[], None]) -> Callable[[], None]:
-            of_all()
-            passed_back = self._post(back_to_hosts, [])
-            return self._continued(partial(fourth, [passed, passed_back]), 2)
-
-        def fourth(under_way: list[Callable[[], None]]) -> Callable[[], None]:
-            come()
-            under_way += [self._post(back_inside, []), rest, sent]
-            return lambda: [wait() for wait in under_way][0]
-
-        return self._continued(second)
-
-    def _besides(self, tensors: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Those of others, in the order rank+1, rank+2, ..."""
-        peers = sorted(tensors.keys() - {self.rank}, key=lambda peer: (peer - self.rank) % self.size)
-        return {peer: tensors[peer] for peer in peers}
-
-
-def _places(hosts: Sequence[Hashable], rank: int) -> tuple[list[int], list[int]]:
-    """The ranks of this worker's host, and those of its place in all hosts; none if hosts have not equally many, several.
-
-    Example:
-        >>> _places(["a", "b", "a", "b"], rank=1), _places(["a", "b", "a"], rank=1)
-        (([1, 3], [0, 1]), ([], []))
-    """
-    ranks = {host: [rank for rank, one in enumerate(hosts) if one == host] for host in hosts}
-    if len(ranks) < 2 or len(set(map(len, ranks.values()))) > 1 or len(ranks[hosts[rank]]) < 2:
-        return [], []
-    inside = ranks[hosts[rank]]
-    return inside, [of_host[inside.index(rank)] for of_host in ranks.values()]
-
-
-def _numbered(numbers: Sequence[Iterator[int]], tensors: dict[int, Tensor]) -> list[TaggedMessage]:
-    return [TaggedMessage(p, next(numbers[p]), as_bytes(tensor)) for p, tensor in tensors.items() if tensor.numel()]
+        return self._sums.start(tensor, reduction, root, swaps=not (self.is_near and tensor.nbytes >= SHARD_BYTES))

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..exit import after_work
 from ..handle import CommunicationError
+from ..numbered import TaggedMessage
 from .connections import Connections, Contact, Place, WrongContact
 from .handshake import SECRET_BYTES
 
@@ -44,14 +45,6 @@ class Meeting(NamedTuple):
     """Of this worker."""
     timeout_seconds: float
     """How long a peer may be silent, and how long a line may be cut."""
-
-
-class TaggedMessage(NamedTuple):
-    """One message: whom it goes to or comes from, its number among theirs, and the memory of its bytes."""
-
-    peer: int
-    number: int
-    memory: Tensor
 
 
 def is_available() -> bool:

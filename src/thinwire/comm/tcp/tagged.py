@@ -23,7 +23,8 @@ from torch import Tensor
 
 from ..background import Background
 from ..handle import CommunicationError
-from .endpoint import Endpoint, TaggedMessage
+from ..numbered import TaggedMessage
+from .endpoint import Endpoint
 
 if TYPE_CHECKING:
     pass
