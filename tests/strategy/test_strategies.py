@@ -191,6 +191,7 @@ def own_model_worker(comm, text, in_ddp):
     torch.manual_seed(comm.rank)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = DistributedDataParallel(plain, find_unused_parameters=True) if in_ddp else plain
+    plain.register_buffer("scales", torch.ones(1).expand(4))  # later, because DDP cannot write to it
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(comm.rank)
     with tw.attach(model, optimizer, text, seed=3):
