@@ -389,8 +389,16 @@ def transformers_own_models_worker(
         accelerator=SimpleNamespace(scaler=None),
         callback_handler=SimpleNamespace(callbacks=[]),
         **dict.fromkeys(("evaluate", "predict", "save_model"), lambda: model.module.weight.detach().clone()),
+        _load_best_model=lambda: nn.init.ones_(model.module.weight),
     )
     arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir="")
+    in_flight = AttachStrategy(trainer, "Local(Mean(), every=2, delay=1)")
+    in_flight.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
+    for _ in range(2):
+        trainer.optimizer.step()
+    trainer._load_best_model()
+    in_flight.on_train_end(arguments, SimpleNamespace(global_step=1), None)
+    assert torch.equal(model.module.weight, torch.ones(1, 2))
     callback = AttachStrategy(trainer, "Local(Mean(), every=4)")
     callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
     model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
