@@ -16,7 +16,7 @@ from ..comm import ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging_together, trainer_package
 from .numbers import numbers, summary
 from .state import WorkerState, num_workers
 
@@ -43,8 +43,8 @@ class AttachStrategy(TrainerCallback):
         options: further arguments of `thinwire.attach`.
 
     Raises:
-        ValueError: the strategy cannot be read; when training begins, it does not suit the model, or a resumed checkpoint lacks
-            the state of any worker.
+        ValueError: the strategy cannot be read or has a quorum; when training begins, it does not suit the model, or a resumed
+            checkpoint lacks the state of any worker.
 
     Example:
         >>> from thinwire.integrations.transformers import AttachStrategy
@@ -61,7 +61,7 @@ class AttachStrategy(TrainerCallback):
         resume_from: str | Path | None = None,
         **options: Any,
     ):
-        self._trainer, self._strategy, self._options = trainer, averaging(strategy), options
+        self._trainer, self._strategy, self._options = trainer, averaging_together(strategy), options
         self._resume_from = resume_from
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached
