@@ -55,7 +55,7 @@ class OwnModelAttachment(AveragerAttachment):
         optimizer: torch.optim.Optimizer | None,
         runtime: Runtime,
     ):
-        self._ddp, model = unwrapped(self.call, model, runtime.replicas)
+        self._ddp, model = unwrapped(self.call, model, runtime.comm, runtime.replicas)
         require(
             self._ddp is None or not self._ddp.static_graph,
             f"{self.call}: DistributedDataParallel with static_graph fails in a backward pass that averages nothing; leave "
