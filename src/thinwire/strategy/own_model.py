@@ -91,11 +91,11 @@ class OwnModelAttachment(AveragerAttachment):
         comm = self._before_look("average_model()", comm)
         parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
         with holding_mean(parameters, self._weight, buffers, comm):
-            self._holds_mean = True
+            held, self._holds_mean = self._holds_mean, True  # within another such context it does already
             try:
                 yield
             finally:
-                self._holds_mean = False
+                self._holds_mean = held
                 self._shards.reshard()  # first, because the shards are what is restored
 
     # ---- what a derived class defines ----
