@@ -70,6 +70,7 @@ def assert_equal(a: Path, b: Path) -> None:
 
 LOCAL = "Local(Mean(QSGD(bits=4)), every=12, outer=OuterSGD(0.7))"
 """Where the examples save, workers have taken steps since the last round."""
+QUORUM = "Local(Mean(), every=4, outer=OuterSGD(), quorum=Quorum(workers=2))"
 
 
 def assert_mean(model: dict[str, torch.Tensor], saved: dict[str, Any]) -> None:
@@ -284,6 +285,10 @@ def lightning_works(folder: Path) -> None:
     assert spawn(2, metrics_worker) == [2.5, 2.5]
     for gradient in spawn(2, fabric_worker):
         torch.testing.assert_close(gradient, torch.full((2, 3), 0.5))
+    from thinwire.integrations.lightning import AttachStrategy
+
+    with pytest.raises(ValueError, match="on all workers together, .* leave the quorum out"):
+        AttachStrategy(QUORUM)
     for (whole, resumed), keys in spawn(2, partial(lightning_worker, folder=folder)):
         assert torch.equal(whole, resumed)
         assert "state_dict" in keys and "thinwire" not in keys
@@ -329,7 +334,39 @@ def accelerate_saves_own_models(folder: Path) -> None:
     assert_equal(folder / "first" / "model.safetensors", folder / "second" / "model.safetensors")
 
 
+def accelerate_worker(comm: tw.comm.Communicator) -> tuple[list[Any], torch.Tensor, dict[str, Any]]:
+    """What a worker saves once its strategy is detached: the trainer's weights, the model, and the states."""
+    from thinwire.integrations.accelerate import attach
+
+    states: list[Any] = []
+    hooks: list[Any] = []
+    accelerator: Any = SimpleNamespace(
+        num_processes=2,
+        scaler=None,
+        register_for_checkpointing=states.append,
+        register_save_state_pre_hook=hooks.append,
+    )
+    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with attach(accelerator, model, optimizer, "Local(Mean(), every=4)"):
+        model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+        optimizer.step()
+    weights = [model.state_dict()]
+    hooks[0]([model], weights, "")
+    return weights, model.module.weight.detach(), states[0].state_dict()
+
+
+def accelerate_saves_after_detaching() -> None:
+    workers = spawn(2, accelerate_worker)
+    keys = ["own of rank0", "own of rank1", "rank0", "rank1"]
+    assert [sorted(saved) for *_, saved in workers] == [keys, keys[1::2]]
+    for weights, ended, saved in workers:
+        assert torch.equal(weights[0]["module.weight"], ended)
+        assert all(torch.equal(saved[key]["model"]["weight"], ended) for key in saved if key.startswith("own"))
+
+
 def accelerate_works(folder: Path) -> None:
+    accelerate_saves_after_detaching()
     accelerate_resumes(folder)
     accelerate_saves_own_models(folder / "own")
 
@@ -389,8 +426,16 @@ def transformers_own_models_worker(
         accelerator=SimpleNamespace(scaler=None),
         callback_handler=SimpleNamespace(callbacks=[]),
         **dict.fromkeys(("evaluate", "predict", "save_model"), lambda: model.module.weight.detach().clone()),
+        _load_best_model=lambda: nn.init.ones_(model.module.weight),
     )
     arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir="")
+    in_flight = AttachStrategy(trainer, "Local(Mean(), every=2, delay=1)")
+    in_flight.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
+    for _ in range(2):
+        trainer.optimizer.step()
+    trainer._load_best_model()
+    in_flight.on_train_end(arguments, SimpleNamespace(global_step=1), None)
+    assert torch.equal(model.module.weight, torch.ones(1, 2))
     callback = AttachStrategy(trainer, "Local(Mean(), every=4)")
     callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
     model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
@@ -411,6 +456,10 @@ def transformers_own_models_worker(
 
 
 def transformers_works(folder: Path) -> None:
+    from thinwire.integrations.transformers import AttachStrategy
+
+    with pytest.raises(ValueError, match="on all workers together, .* leave the quorum out"):
+        AttachStrategy(SimpleNamespace(callback_handler=SimpleNamespace(callbacks=[])), QUORUM)
     for damaged, expected in (
         (b"", "no state to resume from at"),
         (b"half", r"cannot read .*thinwire-rank1.pt \(\w+: .+\)"),

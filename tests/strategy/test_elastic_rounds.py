@@ -426,8 +426,11 @@ def test_strategies_that_need_a_fixed_number_of_workers_say_so_when_they_are_att
             tw.compress_gradients(sharded, comm=comm)
         ddp = DistributedDataParallel(model)
         ddp.process_group = SimpleNamespace(size=lambda: 2)
-        with pytest.raises(ValueError, match="connects 2 processes, which cannot come and go; pass the plain module"):
-            tw.compress_gradients(ddp, comm=comm)
+        for text in ("Gradients(Mean())", "Local(Mean(), every=2)"):
+            with pytest.raises(
+                ValueError, match="connects 2 processes, which cannot come and go; pass the plain module"
+            ):
+                tw.attach(ddp, optimizer, text, comm=comm)
 
     elastic(worker, (0,), 1)
 

@@ -350,6 +350,8 @@ def test_the_average_model_is_the_mean_of_all_and_is_restored(averager, mode):
         distance = handle.consensus_distance()
         with pytest.raises(RuntimeError, match="boom"), handle.average_model():
             mean = {name: t.clone() for name, t in model.state_dict().items()}
+            with handle.average_model():
+                pass
             with pytest.raises(ValueError, match=r"inside average_model\(\)"):
                 optimizer.step()
             handle.state_dict()

@@ -341,6 +341,9 @@ def test_a_part_in_ddp_is_refused(kind, tmp_path):
                 ValueError, match="and a model in DistributedDataParallel, which has workers of its own"
             ):
                 tw.attach(model[0], sgd(model), strategy, replicas=torch.distributed.group.WORLD)
+        static = nn.parallel.DistributedDataParallel(nn.Linear(2, 2), static_graph=True)
+        with pytest.raises(ValueError, match=f"{CALLS[kind]}: DistributedDataParallel with static_graph fails in"):
+            run(1, lambda comm: ATTACH[kind](static, sgd(static), comm))
     finally:
         torch.distributed.destroy_process_group()
 

@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
+from thinwire.comm import ProcessGroupCommunicator
 from thinwire.strategy import Averaging, Rhythm
 
 SPARSE = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback())
@@ -180,6 +181,12 @@ def ddp_worker(comm):
         tw.compress_gradients(ddp, SPARSE, comm=comm, bucket_bytes=17)
     with pytest.raises(ValueError, match="on_nonfinite: 'skip' on rank 0; 'raise' on rank 1"):
         tw.attach(ddp, sgd(ddp), tw.Gradients(SPARSE, on_nonfinite=("skip", "raise")[comm.rank]), comm=comm)
+    groups = [torch.distributed.new_group([rank]) for rank in range(2)]
+    with ProcessGroupCommunicator(groups[comm.rank]) as alone:
+        for text in ("Gradients(Mean())", "Local(Mean(), every=2)"):
+            message = rf"connects ranks \[0, 1\], and comm ranks \[{comm.rank}\]; .* give a comm of all its ranks"
+            with pytest.raises(ValueError, match=message):
+                tw.attach(ddp, sgd(ddp), text, comm=alone)
 
 
 def test_a_model_in_ddp_has_buckets_of_its_own_and_compares_options():
@@ -191,6 +198,7 @@ def own_model_worker(comm, text, in_ddp):
     torch.manual_seed(comm.rank)
     plain = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
     model = DistributedDataParallel(plain, find_unused_parameters=True) if in_ddp else plain
+    plain.register_buffer("scales", torch.ones(1).expand(4))  # later, because DDP cannot write to it
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     data = torch.Generator().manual_seed(comm.rank)
     with tw.attach(model, optimizer, text, seed=3):

@@ -241,7 +241,7 @@ def copied(comm):
 
 WORKS: dict[str, Callable] = {
     "DDP with `find_unused_parameters`": with_ddp(find_unused_parameters=True),
-    "DDP with `static_graph`": with_ddp(static_graph=True),
+    "DDP with `static_graph`, averaged gradients": with_ddp(static_graph=True),
     "DDP with `gradient_as_bucket_view`": with_ddp(gradient_as_bucket_view=True),
     "DDP with small buckets": with_ddp(bucket_cap_mb=1e-4),
     "DDP, local updates and gossip": local_in_ddp,

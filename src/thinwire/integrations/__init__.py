@@ -48,3 +48,18 @@ def averaging(strategy: Strategy[Any] | str) -> Averaging[Any]:
     )
     assert isinstance(found, Averaging)
     return found
+
+
+def averaging_together(strategy: Strategy[Any] | str) -> Averaging[Any]:
+    """As `averaging`, for trainers that save and evaluate on all workers at the same step.
+
+    Raises:
+        ValueError: as of `averaging`, or the strategy has a quorum.
+    """
+    found = averaging(strategy)
+    require(
+        not found.counts_commits,
+        f"{found}: the trainer saves and evaluates on all workers together, and with a quorum they are at different steps; "
+        "leave the quorum out",
+    )
+    return found

@@ -62,8 +62,9 @@ def attach(
     if handle.models_differ:
 
         def save_mean(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
-            weights[place] = state.mean_model()
+            if not handle.is_detached:  # then the model is the mean
+                (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
+                weights[place] = state.mean_model()
 
         accelerator.register_save_state_pre_hook(save_mean)
     return handle

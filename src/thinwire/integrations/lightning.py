@@ -7,11 +7,10 @@ from typing import Any
 
 from ..algorithm import require
 from ..attaching import attach
-from ..comm import ProcessGroupCommunicator
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging_together, trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
@@ -35,8 +34,8 @@ class AttachStrategy(pl.Callback):
         options: further arguments of `thinwire.attach`.
 
     Raises:
-        ValueError: the strategy cannot be read; when training begins, if it does not suit the model, such as one that
-            Lightning has sharded, or if averager and optimizer both apply momentum.
+        ValueError: the strategy cannot be read or has a quorum; when training begins, if it does not suit the model, such as
+            one that Lightning has sharded, or if averager and optimizer both apply momentum.
 
     Example:
         >>> import thinwire as tw
@@ -46,12 +45,12 @@ class AttachStrategy(pl.Callback):
     """
 
     def __init__(self, strategy: Averaging[Any] | str, **options: Any):
-        self._strategy, self._options = averaging(strategy), options
+        self._strategy, self._options = averaging_together(strategy), options
         self._saved: dict[str, Any] | None = None
         self.handle: AveragerAttachment | None = None
         self._state: AllWorkersState | None = None
         self._mean = ExitStack()  # of workers, while the trainer validates
-        self._is_attached = self._has_failed = False
+        self._has_failed = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which Lightning has wrapped by now."""
@@ -68,7 +67,7 @@ class AttachStrategy(pl.Callback):
         )
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
         self._state = AllWorkersState(self.handle, pl_module, optimizers)
-        self._is_attached, self._has_failed = True, False
+        self._has_failed = False
         if isinstance(self.handle, GradientCompression):
             for one in optimizers:  # else their first step would find out
                 self.handle.check_optimizer(one)
@@ -89,7 +88,7 @@ class AttachStrategy(pl.Callback):
     ) -> None:
         """Let DDP send nothing where each worker has a model of its own."""
         ddp = None if trainer.strategy.model is None else wrapped_ddp(trainer.strategy.model)
-        if ddp is not None and self._is_attached and self._strategy.models_differ:
+        if ddp is not None and self._has_own_model:
             # Lightning turns it on again after each forward pass of manual optimization.
             ddp.require_backward_grad_sync = False
 
@@ -108,13 +107,9 @@ class AttachStrategy(pl.Callback):
         # After an error other workers need not come here, so nothing is gathered.
         if self._state is None or self._has_failed:
             return
-        if self._is_attached:
-            if self._strategy.models_differ:
-                checkpoint["state_dict"] = self._state.mean_model()
-            checkpoint["thinwire"] = self._state.state_dict()
-        else:  # `save_checkpoint` after `fit`, which closed the handle's communicator
-            with ProcessGroupCommunicator() as comm:
-                checkpoint["thinwire"] = self._state.state_dict(comm)
+        if self._has_own_model:
+            checkpoint["state_dict"] = self._state.mean_model()
+        checkpoint["thinwire"] = self._state.state_dict()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -125,7 +120,7 @@ class AttachStrategy(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate the mean of all workers."""
-        if self.handle is not None and self._is_attached and self._strategy.models_differ:
+        if self.handle is not None and self._has_own_model:
             self._mean.enter_context(self.handle.average_model())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -149,7 +144,11 @@ class AttachStrategy(pl.Callback):
         self._detach()
         self._has_failed = True
 
+    @property
+    def _has_own_model(self) -> bool:
+        """Whether this worker's model differs from those of others."""
+        return self._strategy.models_differ and self.handle is not None and not self.handle.is_detached
+
     def _detach(self) -> None:
         if self.handle is not None:
-            self._is_attached = False
             self.handle.detach()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import debug
-from ..comm import Communicator
+from ..comm import Communicator, ProcessGroupCommunicator
 from ..strategy import AveragerAttachment
 from ..strategy.model.ddp import wrapped_ddp
 
@@ -110,13 +110,15 @@ class AllWorkersState(WorkerState):
         [['rank0', 'rank1'], ['rank1']]
     """
 
-    def state_dict(self, comm: Communicator | None = None) -> dict[str, Any]:
-        """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together.
+    def state_dict(self) -> dict[str, Any]:
+        """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together."""
+        own = super().state_dict()
+        if not self._strategy.is_detached:
+            return self._gathered(own, self._strategy.comm)
+        with ProcessGroupCommunicator() as comm:  # `detach` has closed the strategy's own
+            return self._gathered(own, comm)
 
-        Args:
-            comm: how to gather them; by default the strategy's communicator, whose ledger then counts it.
-        """
-        comm, own = comm or self._strategy.comm, super().state_dict()
+    def _gathered(self, own: dict[str, Any], comm: Communicator) -> dict[str, Any]:
         payload = _pack(own)
         # States differ in length, and `exchange` needs buffers of the right size.
         sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()

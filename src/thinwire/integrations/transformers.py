@@ -16,7 +16,7 @@ from ..comm import ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging_together, trainer_package
 from .numbers import numbers, summary
 from .state import WorkerState, num_workers
 
@@ -43,8 +43,8 @@ class AttachStrategy(TrainerCallback):
         options: further arguments of `thinwire.attach`.
 
     Raises:
-        ValueError: the strategy cannot be read; when training begins, it does not suit the model, or a resumed checkpoint lacks
-            the state of any worker.
+        ValueError: the strategy cannot be read or has a quorum; when training begins, it does not suit the model, or a resumed
+            checkpoint lacks the state of any worker.
 
     Example:
         >>> from thinwire.integrations.transformers import AttachStrategy
@@ -61,13 +61,14 @@ class AttachStrategy(TrainerCallback):
         resume_from: str | Path | None = None,
         **options: Any,
     ):
-        self._trainer, self._strategy, self._options = trainer, averaging(strategy), options
+        self._trainer, self._strategy, self._options = trainer, averaging_together(strategy), options
         self._resume_from = resume_from
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached
         if self._strategy.models_differ:
-            for name in ("evaluate", "predict", "save_model"):
-                setattr(trainer, name, self._on_mean(getattr(trainer, name)))
+            wraps = dict.fromkeys(("evaluate", "predict", "save_model"), self._on_mean)
+            for name, wrap in (wraps | {"_load_best_model": self._once_detached}).items():
+                setattr(trainer, name, wrap(getattr(trainer, name)))
         trainer.callback_handler.callbacks.insert(0, self)  # before those that report what `on_log` adds
 
     def on_train_begin(
@@ -76,8 +77,7 @@ class AttachStrategy(TrainerCallback):
         """Attach to the model, which the trainer has wrapped by now, and restore this worker's state."""
         if args.world_size == 1:
             return
-        if self.handle is not None:
-            self.handle.detach()  # unless the training before ended, with an error
+        self._detach()  # if the training before ended with an error
         resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
         saved = _read(folder, args.process_index, args.world_size) if resumes else None
         model, optimizer = self._trainer.model_wrapped, self._trainer.optimizer
@@ -126,9 +126,22 @@ class AttachStrategy(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Stop averaging; models that differ become their mean."""
+        self._detach()
+
+    def _detach(self) -> None:
+        self._state = None
         if self.handle is not None:
-            self._state = None
             self.handle.detach()
+
+    def _once_detached(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same method of the trainer, once averaging has ended: what is in flight would change the model it loads."""
+
+        @functools.wraps(call)
+        def once_detached(*args: Any, **kwargs: Any) -> Any:
+            self._detach()
+            return call(*args, **kwargs)
+
+        return once_detached
 
     def _on_mean(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same method of the trainer, with the mean of all workers as the model."""

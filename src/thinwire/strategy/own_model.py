@@ -19,7 +19,7 @@ from .base import Attachment, AveragerAttachment
 from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
-from .model.models import make_equal, trainable, trained_by, updated_by
+from .model.models import make_equal, trainable, trained_by, unexpanded, updated_by
 from .model.optimizer_step import Arguments, makes_state_only, stepping_optimizer
 from .model.own_gradients import OwnGradients
 from .strategy import Averaging, Runtime
@@ -37,7 +37,8 @@ class OwnModelAttachment(AveragerAttachment):
         runtime: the arguments of `attach`; without a communicator and replicas, the workers are those of DDP, or all.
 
     Raises:
-        ValueError: a part of the model is in DDP, or the optimizer is another model's or has no step hooks.
+        ValueError: a part of the model is in DDP, or DDP has `static_graph`; or the optimizer is another model's or has no step
+            hooks.
     """
 
     takes_all: ClassVar[bool] = False
@@ -54,7 +55,12 @@ class OwnModelAttachment(AveragerAttachment):
         optimizer: torch.optim.Optimizer | None,
         runtime: Runtime,
     ):
-        self._ddp, model = unwrapped(self.call, model, runtime.replicas)
+        self._ddp, model = unwrapped(self.call, model, runtime.comm, runtime.replicas)
+        require(
+            self._ddp is None or not self._ddp.static_graph,
+            f"{self.call}: DistributedDataParallel with static_graph fails in a backward pass that averages nothing; leave "
+            "static_graph out",
+        )
         if self._ddp is not None and runtime.comm is None:
             runtime = replace(runtime, replicas=self._ddp.process_group)
         self._optimizer = stepping_optimizer(self.call, optimizer)
@@ -85,11 +91,11 @@ class OwnModelAttachment(AveragerAttachment):
         comm = self._before_look("average_model()", comm)
         parameters, buffers = [p for _, p in self._live.tensors()], list(self._model.buffers())
         with holding_mean(parameters, self._weight, buffers, comm):
-            self._holds_mean = True
+            held, self._holds_mean = self._holds_mean, True  # within another such context it does already
             try:
                 yield
             finally:
-                self._holds_mean = False
+                self._holds_mean = held
                 self._shards.reshard()  # first, because the shards are what is restored
 
     # ---- what a derived class defines ----
@@ -137,7 +143,7 @@ class OwnModelAttachment(AveragerAttachment):
         """Let all workers have the mean model, because DDP takes models to be equal; not after an error, which others lack."""
         if sys.exc_info()[1] is not None:
             return
-        tensors = [t for _, t in (*self._model.named_parameters(), *self._model.named_buffers())]
+        tensors = [unexpanded(t) for t in (*self._model.parameters(), *self._model.buffers())]
         with self.average_model():
             means = [t.clone() for t in tensors]
         for t, mean in zip(tensors, means, strict=True):

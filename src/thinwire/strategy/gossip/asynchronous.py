@@ -152,10 +152,10 @@ class Asynchronous(Averaging[AsynchronousGossip]):
     as pairs of real numbers.
 
     It needs no scaler and no seed: workers may skip steps. The number of workers must be even. The trainable parameters that
-    the optimizer updates take part; the model may not be in `DistributedDataParallel` or sharded. Attached, it has
-    `consensus_distance`, `average_model`, `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`, `set_epoch`,
-    `state_dict`, `load_state_dict` and `detach`. End with `detach` on all workers: a worker that leaves without it is an error
-    on the others. `optimizer.step()` and these methods raise a `CommunicationError` that names a worker that has failed.
+    the optimizer updates take part; the model may not be sharded. Attached, it has `consensus_distance`, `average_model`,
+    `synchronize`, `ledger`, `seconds`, `num_averaged`, `num_skipped`, `set_epoch`, `state_dict`, `load_state_dict` and
+    `detach`. End with `detach` on all workers: a worker that leaves without it is an error on the others. `optimizer.step()`
+    and these methods raise a `CommunicationError` that names a worker that has failed.
 
     Args:
         averager: who averages with whom.

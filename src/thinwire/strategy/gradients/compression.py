@@ -65,7 +65,7 @@ class GradientCompression(AveragerAttachment):
     averager: Averager
 
     def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime):
-        ddp, module = unwrapped(self.call, model, runtime.replicas)
+        ddp, module = unwrapped(self.call, model, runtime.comm, runtime.replicas)
         self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(strategy, module, trainable(module, self._ignored), runtime)
         self._names = {id(p): name for name, p in self.parameters}
@@ -165,12 +165,6 @@ class GradientCompression(AveragerAttachment):
             self._attach_ddp(required(self._ddp(), f"{self.call}: the model in DDP exists no more"))
 
     def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
-        size = ddp.process_group.size()
-        require(
-            self._comm is None or not self._comm.is_elastic or size == 1,
-            f"{self.call}: this DistributedDataParallel connects {size} processes, which cannot come and go; pass the plain "
-            "module, or wrap it over a process group of this process alone",
-        )
         require(
             self.strategy.bucket_bytes is None,
             f"{self.call}: bucket_bytes={self.strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has "
@@ -207,7 +201,7 @@ class GradientCompression(AveragerAttachment):
             self._warn_unused.detach()
         self._ready()  # `gradient_hook` is built before the workers can be connected
         assert self._rounds is not None
-        require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
+        require(not self.is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)

@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from ...algorithm import require
-from ...comm import Group
+from ...comm import Communicator, Group
 from ...comm.process_group import num_ranks
 from .models import NamedParameters
 
@@ -34,11 +34,14 @@ def refuse_ddp(call: str, model: nn.Module) -> None:
         )
 
 
-def unwrapped(call: str, model: nn.Module, replicas: Group | None) -> tuple[DistributedDataParallel | None, nn.Module]:
+def unwrapped(
+    call: str, model: nn.Module, comm: Communicator | None, replicas: Group | None
+) -> tuple[DistributedDataParallel | None, nn.Module]:
     """The model in DDP, if it is, and the plain module.
 
     Raises:
-        ValueError: a part of the model is in DDP, or the model and `replicas` both say who the workers are.
+        ValueError: a part of the model is in DDP, the model and `replicas` both say who the workers are, or `comm` does not
+            connect all workers of DDP, which averages nothing itself.
     """
     ddp = wrapped_ddp(model)
     module = model if ddp is None else ddp.module
@@ -47,6 +50,18 @@ def unwrapped(call: str, model: nn.Module, replicas: Group | None) -> tuple[Dist
         ddp is None or replicas is None,
         f"{call}: replicas={replicas} and a model in DistributedDataParallel, which has workers of its own; give one",
     )
+    if ddp is not None and comm is not None and (size := ddp.process_group.size()) > 1:
+        require(
+            not comm.is_elastic,
+            f"{call}: this DistributedDataParallel connects {size} processes, which cannot come and go; pass the plain "
+            "module, or wrap it over a process group of this process alone",
+        )
+        ranks = torch.distributed.get_process_group_ranks(ddp.process_group)
+        require(
+            not comm.global_ranks or set(ranks) <= set(comm.global_ranks),
+            f"{call}: this DistributedDataParallel connects ranks {ranks}, and comm ranks {list(comm.global_ranks)}; DDP "
+            "averages nothing itself here, so give a comm of all its ranks",
+        )
     return ddp, module
 
 
