@@ -32,6 +32,7 @@ from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessW
 from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
+from thinwire.comm.exit import until_exit
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
 OPERATIONS = {
@@ -334,6 +335,33 @@ def test_a_process_ends_with_its_own_exit_code_while_a_thread_is_at_work(start, 
     arguments = [(start, rank, str(tmp_path)) for rank in range(2)]
     with programs(ends_while_a_thread_waits, arguments, tmp_path) as (first, second):
         assert (first.wait(150), second.wait(150)) == (1, 0), first.stderr
+
+
+def ends_while_a_thread_holds_what_it_waited_for():
+    class Work:
+        """As PyTorch's, whose destructor comes back to Python from C++."""
+
+        def __del__(self, say=os.write):
+            say(1, b"destroyed\n")
+
+    def wait():
+        work, is_at_work = Work(), at_work.set
+        with until_exit(come.set):
+            is_at_work()
+            come.wait()
+        del work
+
+    at_work, come = threading.Event(), threading.Event()
+    threading.Thread(target=wait, daemon=True).start()
+    at_work.wait()
+    finalize_for_a_second()
+    sys.exit(3)
+
+
+def test_a_thread_that_has_waited_destroys_nothing_while_its_process_ends(tmp_path):
+    """It had 0.05 seconds for that."""
+    with programs(ends_while_a_thread_holds_what_it_waited_for, [()], tmp_path) as (program,):
+        assert (program.wait(150), program.stdout) == (3, ""), program.stderr
 
 
 def averages_and_ends(rank, folder):
