@@ -28,7 +28,7 @@ from helpers.program import programs
 from helpers.spawn import run_tcp, run_threads, spawn
 
 import thinwire as tw
-from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld
+from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
 from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
@@ -314,8 +314,10 @@ def ends_while_a_thread_waits(start, rank, folder):
         store.wait(["end"])
         time.sleep(0.5)
         os._exit(0)
-    threading.Thread(target=wait, daemon=True).start()
-    time.sleep(0.3)
+    waiting = threading.Thread(target=wait, daemon=True)
+    waiting.start()
+    has_other = start in (compute_in_the_background, start_an_operation_that_never_starts)  # a thread of its own
+    wait_until(lambda: exit._at_work if has_other else waiting.ident in exit._at_work)
     finalize_for_a_second()
     store.set("end", "")
     sys.exit(1)

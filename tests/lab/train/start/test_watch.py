@@ -20,9 +20,10 @@ from helpers.ports import free_port
 from helpers.program import wait_until
 
 from thinwire.lab.train import RunConfig, WorkerError
-from thinwire.lab.train.start import spawn, watch, worker
+from thinwire.lab.train.start import spawn, watch
 from thinwire.lab.train.start.connect import loopback_store, meeting_store
 from thinwire.lab.train.start.environment import Environment
+from thinwire.lab.train.start.worker import report_failure
 from thinwire.lab.train.step.training import prepare
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's table of processes is Linux's")
@@ -215,10 +216,10 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
 
 def test_the_first_report_counts_and_needs_no_file(workers, tmp_path, monkeypatch):
     store, times = dist.HashStore(), iter((1, 2))
-    monkeypatch.setattr(worker, "time", SimpleNamespace(time_ns=lambda: next(times)))
+    monkeypatch.setattr("thinwire.lab.train.start.worker.time", SimpleNamespace(time_ns=lambda: next(times)))
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
-    worker.report_failure(store, tmp_path / "gone", 2, full)
-    worker.report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
+    report_failure(store, tmp_path / "gone", 2, full)
+    report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
     workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
     workers[0].start()
     assert watched(workers, tmp_path, store=store) == (
