@@ -75,9 +75,14 @@ def test_messages_survive_connections_that_are_cut_in_their_midst(pair, contexts
     live = [connect(), connect()]
     expected = [pair[1].post([], [described(i, tensor, 0)]) for i, tensor in enumerate(received[:30])]
     operations = []
+    lost = socket.socketpair()
+    pair[0].attach(1, lost[0].detach())  # this one's chunks are lost for certain
     for i, tensor in enumerate(sent):
         memory = tensor.clone()
         operations.append((pair[0].post([described(i, memory, 1)], []), memory))
+    lost[1].settimeout(60.0)
+    assert lost[1].recv(HEADER.size, socket.MSG_WAITALL)
+    lost[1].close()
     late = [pair[1].post([], [described(30 + i, tensor, 0)]) for i, tensor in enumerate(received[30:])]
     for _ in range(25):
         time.sleep(chance.random() * 0.004)
