@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import threading
-from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -53,7 +52,6 @@ def run(folder: Path, *arguments):
 
 
 def sweep_in(folder: Path, monkeypatch):
-    forkserver.ensure_running()  # else the first program of this process would start it, in this folder
     monkeypatch.chdir(folder)
     return read_sweep(Path("grid.toml"))
 
