@@ -161,7 +161,7 @@ def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> 
 def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
     """The others said "Timed out waiting 2000ms for recv operation to complete", and not for whom."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "2", "--name", "stopped")
+    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "5", "--name", "stopped")
     with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
         metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
