@@ -2,10 +2,11 @@
 
 import gc
 import itertools
-import multiprocessing.forkserver
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
+from unittest import mock
 
 gc.disable()  # until all modules are imported and all tests collected: what they make stays
 
@@ -36,6 +37,22 @@ LocalWorld.run = one_core()(LocalWorld.run)
 
 # What tests read on stderr is what users read: pytest's own handlers are no configuration of logging.
 messages.is_configured = lambda: False
+
+FOLDER, ENVIRONMENT = os.getcwd(), dict(os.environ)
+
+
+def started_in_place() -> None:
+    """Start the fork server here, with this environment, whatever the test has changed that is the first to need it."""
+    server = forkserver._forkserver
+    if server._forkserver_pid is not None:
+        type(server).ensure_running(server)
+        return
+    with pytest.MonkeyPatch.context() as place, mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+        place.chdir(FOLDER)
+        type(server).ensure_running(server)
+
+
+forkserver._forkserver.ensure_running = started_in_place
 
 
 # What `make test` leaves out: what lies outside of the library and its command line, and whole runs of several processes.
@@ -120,7 +137,7 @@ def pytest_collection_modifyitems(items) -> None:
         from thinwire.lab.train.start.spawn import PRELOADED as FOR_THE_LAB
 
         preloaded += [*FOR_THE_LAB, "thinwire.lab.cli"]
-    multiprocessing.forkserver.set_forkserver_preload(preloaded)
-    multiprocessing.forkserver.set_forkserver_preload = lambda names: None
+    forkserver.set_forkserver_preload(preloaded)
+    forkserver.set_forkserver_preload = lambda names: None
     gc.freeze()
     gc.enable()

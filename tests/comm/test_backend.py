@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import time
 from datetime import timedelta
 
 import pytest
@@ -348,15 +347,18 @@ def test_groups_of_fewer_ranks():
 # ---- errors ----
 
 
-def joined(rank: int, size: int, folder: str, seconds: float) -> None:
+def joined(rank: int, size: int, folder: str, seconds: float) -> dist.Store:
     store = dist.FileStore(f"{folder}/store", size)
+    store.set(f"come/{rank}", "")
+    store.wait([f"come/{other}" for other in range(size)], timedelta(seconds=400))  # before the time limit counts
     dist.init_process_group("thinwire", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=seconds))
     dist.barrier()
+    return store
 
 
 def loses_a_peer(rank: int, folder: str, how: str) -> None:
     """Of three, rank 2 dies, or is stopped; both others name it."""
-    joined(rank, 3, folder, 600.0 if how == "dies" else 2.0)
+    store = joined(rank, 3, folder, 600.0 if how == "dies" else 2.0)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL if how == "dies" else signal.SIGSTOP)
     try:
@@ -364,8 +366,9 @@ def loses_a_peer(rank: int, folder: str, how: str) -> None:
     except CommunicationError as error:
         assert "2" in str(error).partition(": ")[2], error
         print(f"named: {error}", flush=True)
-    if how == "silent" and rank == 0:
-        time.sleep(3)
+    if how == "silent":
+        store.set(f"named/{rank}", "")
+        store.wait([f"named/{other}" for other in range(2)], timedelta(seconds=60))
 
 
 @pytest.mark.parametrize("how", ["dies", "silent"])

@@ -75,9 +75,14 @@ def test_messages_survive_connections_that_are_cut_in_their_midst(pair, contexts
     live = [connect(), connect()]
     expected = [pair[1].post([], [described(i, tensor, 0)]) for i, tensor in enumerate(received[:30])]
     operations = []
+    lost = socket.socketpair()
+    pair[0].attach(1, lost[0].detach())  # this one's chunks are lost for certain
     for i, tensor in enumerate(sent):
         memory = tensor.clone()
         operations.append((pair[0].post([described(i, memory, 1)], []), memory))
+    lost[1].settimeout(60.0)
+    assert lost[1].recv(HEADER.size, socket.MSG_WAITALL)
+    lost[1].close()
     late = [pair[1].post([], [described(30 + i, tensor, 0)]) for i, tensor in enumerate(received[30:])]
     for _ in range(25):
         time.sleep(chance.random() * 0.004)
@@ -474,18 +479,23 @@ def test_a_late_copy_never_touches_memory_that_was_given_back():
 def test_what_comes_too_early_takes_bounded_memory():
     """Of messages that nobody expects, so much is taken; then the peer has to wait, until they are expected."""
     engine, _, _, theirs = said()
-    theirs.setblocking(False)
-    chunk, taken = data(0, 1 << 20, total=1 << 20), 0
-    number, rest, since = 1, b"", time.monotonic()
-    while time.monotonic() - since < 1.0 and taken < 200 << 20:
+    chunk, number, rest, taken = bytes([1]) * (1 << 20), 1, b"", 0
+
+    def send() -> None:
+        nonlocal number, rest, taken
         if not rest:
-            rest, number = HEADER.pack(DATA, 1 << 20, number, 1 << 20, 0) + chunk[HEADER.size :], number + 1
-        try:
-            count = theirs.send(rest)
-            rest, taken, since = rest[count:], taken + count, time.monotonic()
-        except BlockingIOError:
-            time.sleep(0.001)
-    assert 63 << 20 < taken < 70 << 20
+            rest, number = HEADER.pack(DATA, 1 << 20, number, 1 << 20, 0) + chunk, number + 1
+        count = theirs.send(rest)
+        rest, taken = rest[count:], taken + count
+
+    theirs.settimeout(60.0)
+    while taken <= 63 << 20:
+        send()
+    theirs.settimeout(1.0)
+    with contextlib.suppress(TimeoutError):
+        while taken < 200 << 20:
+            send()
+    assert taken < 70 << 20
     memory = torch.zeros(1 << 20, dtype=torch.uint8)
     finished(engine, engine.post([], [described(1, memory, 1)]))
     assert memory.unique().tolist() == [1]

@@ -66,7 +66,7 @@ def test_the_study_leaves_out_what_another_process_trains(script, tmp_path, caps
 
 
 def test_a_part_ends_at_its_limit_and_counts_what_it_reached(script, tmp_path, monkeypatch):
-    monkeypatch.setitem(script["run"].__globals__, "LIMIT_SECONDS", 3)
+    monkeypatch.setitem(script["run"].__globals__, "LIMIT_SECONDS", 8)
     lines = "created: 2/2 workers\\n2 workers [3 items]\\n[gw0] [ 33%] PASSED a\\n[gw1] [ 66%] FAILED b \\n"
     hanging = [sys.executable, "-c", f"import time; print('{lines}', flush=True); time.sleep(60)"]
     monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: hanging)
@@ -113,7 +113,9 @@ def test_checks_run_side_by_side_and_what_measures_runs_alone(script, tmp_path, 
     meets = (
         "import sys, time, pathlib; at = pathlib.Path(sys.argv[1]); at.open('a').write(f'{sys.argv[2]} begins\\n')\n"
     )
-    meets += "time.sleep(1); at.open('a').write(f'{sys.argv[2]} ends\\n'); print('PASSED x')"
+    # Those that run side by side wait for each other; the others take a while.
+    meets += "while sys.argv[2] in ('kernels', 'codecs') and at.read_text().count('begins') < 2: time.sleep(0.02)\n"
+    meets += "time.sleep(0.5); at.open('a').write(f'{sys.argv[2]} ends\\n'); print('PASSED x')"
     command = [sys.executable, "-c", meets, str(order)]
     monkeypatch.setitem(script["run"].__globals__, "_command", lambda part, dry: [*command, part.name])
     assert script["main"](["--dry-run", "speed", "overhead", "codecs", "kernels"]) == 0

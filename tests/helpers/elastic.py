@@ -30,16 +30,16 @@ def serve(port: int, min_workers: int = 2, folder: str | None = None):
     signal.pause()
 
 
-def die_among(comm, size, sizes):
-    """Kill this process if there are so many workers now and were four before."""
-    if comm.size == size and 4 in sizes:
+def die_among(comm, size, sizes, after):
+    """Kill this process if there are so many workers now, and were `after` before."""
+    if comm.size == size and after in sizes:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def regroup_and_die(comm, size, sizes, regroup, *args):
+def regroup_and_die(comm, size, sizes, after, regroup, *args):
     """Regroup, so that all others have connected with this worker; then `die_among`, before the others know that it has."""
     regroup(*args)
-    die_among(comm, size, sizes)
+    die_among(comm, size, sizes, after)
 
 
 def new_model() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -88,6 +88,7 @@ def worker(
     dies_in: str = "round",
     min_workers: int = 2,
     folder: str | None = None,
+    dies_after: int = 4,
     **place,
 ):
     """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
@@ -98,10 +99,11 @@ def worker(
         averager: of the gradients, in Python's notation.
         size: the run ends with so many workers,
         rounds: after so many rounds of theirs.
-        dies_among: kills itself in a round of so many workers, once there have been four; None never.
+        dies_among: kills itself in a round of so many workers, once there have been `dies_after`; None never.
         dies_in: "round", or "regroup" for before it, when all have connected.
         min_workers: fewer do not begin.
         folder: of keys; None for a run without credentials.
+        dies_after: see `dies_among`.
         place: further arguments of the communicator, such as how others reach it.
     """
     logging.disable(logging.CRITICAL)
@@ -117,13 +119,13 @@ def worker(
     comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
     sizes, slowest = [], 0.0
     if dies_in == "regroup":
-        type(parsed).regroup = partial(regroup_and_die, comm, dies_among, sizes, parsed.regroup)
+        type(parsed).regroup = partial(regroup_and_die, comm, dies_among, sizes, dies_after, parsed.regroup)
     began = time.monotonic()
     before = together = 0
     while together < rounds:
         handle.begin_round()
         if comm.counts.committed >= 3:
-            die_among(comm, dies_among, sizes)
+            die_among(comm, dies_among, sizes, dies_after)
         step(model, optimizer, comm.counts.committed, comm.rank)
         if comm.counts.committed > before:
             slowest, began, before = max(slowest, time.monotonic() - began), time.monotonic(), comm.counts.committed

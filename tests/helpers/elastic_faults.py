@@ -18,9 +18,18 @@ from thinwire.comm.elastic import forming, patience
 
 
 def train(
-    comm, averager="Mean()", seed=0, rounds=5, before_round=lambda: None, among=0, local=0, version="", **options
+    comm,
+    averager="Mean()",
+    seed=0,
+    rounds=5,
+    before_round=lambda: None,
+    is_over=lambda: False,
+    among=0,
+    local=0,
+    version="",
+    **options,
 ):
-    """Train a small model until so many rounds are committed among at least `among` workers; return the result."""
+    """Train a small model until so many rounds are committed among at least `among` workers, or `is_over`."""
     warnings.simplefilter("ignore")
     if version:
         check = comm.check_agreement
@@ -33,7 +42,7 @@ def train(
         handle = tw.compress_gradients(model, tw.parse(averager), comm=comm, seed=seed, **options)
     sizes, together, slowest = [], 0, 0.0
     before, began = 0, time.monotonic()
-    while together < rounds:
+    while together < rounds and not is_over():
         before_round()
         handle.begin_round()
         x = torch.randn(16, 20)

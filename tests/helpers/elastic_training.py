@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 
 from helpers.command import fork_server_or_spawn, fork_what_is_started
+from helpers.program import wait_until
 from thinwire import ElasticSampler
 from thinwire.comm.process_world import worker_context
 from thinwire.lab.cli import main
@@ -40,6 +41,17 @@ def record(sampler, claims):
 
 
 ElasticSampler.round_ended = record  # workers import this module with their callback
+construct = ElasticSampler.__init__
+
+
+def note(sampler, *arguments, **options):
+    """Write down which processes have come so far as to join a round, in the folder of the run."""
+    construct(sampler, *arguments, **options)
+    if Path("begun").is_dir():
+        Path(f"begun/{os.getpid()}").touch()
+
+
+ElasticSampler.__init__ = note
 
 
 def dying(model, row, comm):
@@ -51,7 +63,9 @@ def dying(model, row, comm):
                 died.touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             break
-    if comm.size == 2:  # let the third come, on a loaded machine too
+    if comm.size == 2:  # let the third come
+        num_died = len(list(Path().glob("died-*")))
+        wait_until(lambda: len(list(Path("begun").iterdir())) >= 3 + num_died, "the worker that is started again", 45)
         time.sleep(0.3)
     flat = torch.cat([p.detach().flatten() for p in model.parameters()])
     digest = hashlib.sha256(flat.numpy().tobytes()).hexdigest()
@@ -72,7 +86,8 @@ def elastic_run(folder: str, strategy: str, epochs: int, resume: bool) -> None:
 
     fork_the_server()
     os.chdir(folder)
-    os.makedirs("blocks", exist_ok=True)
+    for name in ("blocks", "begun"):
+        os.makedirs(name, exist_ok=True)
     config = recipes()["digits"].config
     options = {"elastic": True, "workers": 3, "log_every": 1, "name": "run", "strategy": strategy, "timeout": 60.0}
     train(replace(config, **options, epochs=epochs, resume=resume), callbacks=[] if resume else [dying])

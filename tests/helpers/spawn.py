@@ -192,9 +192,11 @@ def _serve(connection: Connection) -> None:
 
 def _work(connection: Connection, rank: int, size: int, folder: str, timeout: float, task: bytes) -> None:
     try:
-        dist.init_process_group(
-            "gloo", f"file://{folder}/store", timedelta(seconds=timeout), world_size=size, rank=rank
-        )
+        store = dist.FileStore(f"{folder}/store", size)
+        store.set(f"come/{rank}", "")
+        # Before the time limit counts, which a test may have chosen short.
+        store.wait([f"come/{other}" for other in range(size)], timedelta(seconds=400))
+        dist.init_process_group("gloo", store=store, timeout=timedelta(seconds=timeout), world_size=size, rank=rank)
         comm = ProcessGroupCommunicator(timeout_seconds=timeout)
         fn, args = pickle.loads(task)
         answer = _dumps(fn(comm, *args))

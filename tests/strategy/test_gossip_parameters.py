@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import threading
-import time
 
 import pytest
 import torch
@@ -444,14 +443,19 @@ def test_a_worker_that_steps_less_often_is_an_error_that_names_it(overlap):
         model = Bowl(comm.rank)
         optimizer = OPTIMIZERS["sgd"](model.parameters())
         handle = tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm, overlap=overlap)
-        for step in range(4):
-            model().backward()
-            if comm.rank != 1 or step != 2:
-                optimizer.step()
-        handle.detach()
+        try:
+            for step in range(4):
+                model().backward()
+                if comm.rank != 1 or step != 2:
+                    optimizer.step()
+            handle.detach()
+        finally:
+            if comm.rank == 0:
+                has_failed.set()
         if comm.rank == 1:
-            time.sleep(3)
+            assert has_failed.wait(60)
 
+    has_failed = threading.Event()
     with pytest.raises(CommunicationError, match="nothing came from rank 1 in 1 seconds"):
         tw.LocalWorld(2, timeout_seconds=1).run(worker)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -223,11 +223,13 @@ def lost_peer_worker(comm):
     own = tw.comm.ProcessGroupCommunicator(timeout_seconds=5)
     tw.compress_gradients(ddp, SPARSE, comm=own)
     train(ddp, comm.rank, steps=3, parameters=ddp.module)  # by now DDP has rebuilt its buckets, over its own group
-    if comm.rank == 1:
-        time.sleep(8)  # longer than the time limit: to the others this worker is lost
+    store = dist.distributed_c10d._get_default_store()
+    if comm.rank == 1:  # to the other one it is lost
+        store.wait(["rank 0 has failed"], timedelta(seconds=50))
         return "lost"
     with pytest.raises(tw.comm.CommunicationError, match="rank 0: all_gather failed"):
         train(ddp, comm.rank, steps=1, parameters=ddp.module)
+    store.set("rank 0 has failed", "")
     return "raised"
 
 

@@ -2,7 +2,8 @@
 
 If a daemon thread comes back from C++ or Rust while Python finalizes, Python ends the thread, through destructors that may not
 be left so, and that aborts the process in place of its exit code. (Python 3.14 leaves such threads asleep instead.) So our
-threads work in `until_exit`. Where the process ends meanwhile, what they wait for is closed, and they have two seconds. The
+threads work in `until_exit`. Where the process ends meanwhile, what they wait for is closed, and they have two seconds. Then
+they sleep until the process is gone: the destructors of what they hold, such as PyTorch's works, come back to Python too. The
 engine of our own connections looks after the threads that it serves: see `native/wire/bind.cpp`.
 """
 
@@ -17,11 +18,12 @@ from contextlib import contextmanager
 from weakref import finalize
 
 EXIT_SECONDS = 2.0  # for threads to end what they do
-LET_GO_SECONDS = 0.05  # and then to let go of it: the destructor of PyTorch's works, too, comes back to Python
 
 _at_work: dict[int, Callable[[], object]] = {}  # by thread: what ends its wait
 _afterwards: list[Callable[[], object]] = []
 _is_ending = False
+_never = threading.Lock()
+_never.acquire()
 
 
 def after_work(call: Callable[[], object]) -> None:
@@ -33,7 +35,8 @@ def after_work(call: Callable[[], object]) -> None:
 def until_exit(interrupt: Callable[[], object] = lambda: None) -> Iterator[None]:
     """Context for work in C++ or Rust. If the process ends meanwhile, `interrupt` is called, and the thread is waited for.
 
-    Contexts may be nested; the inner one's `interrupt` counts. A thread that enters one while the process ends stays there.
+    Contexts may be nested; the inner one's `interrupt` counts. A thread that enters one while the process ends, or leaves the
+    outer one then, stays there.
 
     Example:
         >>> import threading
@@ -49,15 +52,24 @@ def until_exit(interrupt: Callable[[], object] = lambda: None) -> Iterator[None]
     outer = _at_work.get(thread)
     _at_work[thread] = interrupt
     try:
-        if _is_ending and threading.current_thread() is not threading.main_thread():
-            del _at_work[thread]
-            threading.Event().wait()  # it has come too late, and sleeps until the process is gone
+        if _is_ending:
+            _stay(thread)  # it has come too late
         yield
     finally:
         if outer is None:
+            if _is_ending:
+                _stay(thread)
             _at_work.pop(thread, None)
         else:
             _at_work[thread] = outer
+
+
+def _stay(thread: int) -> None:
+    """Sleep until the process is gone, if it is not the main thread that ends it."""
+    if threading.current_thread() is not threading.main_thread():
+        # Nothing lies between these two: Python cannot go on to finalize before the thread sleeps.
+        del _at_work[thread]
+        _never.acquire()
 
 
 def _end_work() -> None:
@@ -65,7 +77,7 @@ def _end_work() -> None:
     _is_ending = True
     for interrupt in list(_at_work.values()):
         interrupt()
-    now, were_at_work = time.monotonic(), bool(_at_work)
+    now = time.monotonic()
     half, end = now + EXIT_SECONDS / 2, now + EXIT_SECONDS
     while _at_work and time.monotonic() < end:
         time.sleep(0.001)
@@ -73,8 +85,6 @@ def _end_work() -> None:
             half = end
             for thread in list(_at_work):
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(SystemExit))
-    if were_at_work:
-        time.sleep(LET_GO_SECONDS)
     for call in _afterwards:
         call()
 

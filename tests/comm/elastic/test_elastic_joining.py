@@ -28,8 +28,8 @@ def place(monkeypatch):
 
 
 def joined(place, number, joiner, **usual):
-    """Two workers train; a third joins with other options. Returns its error, and what the two saw after it."""
-    seen = []
+    """Two workers train; a third joins with other options. Returns its error, and what the two saw until after it."""
+    seen, has_ended, last = [], threading.Event(), [1 << 30]
 
     def worker(key):
         if key == "joiner":
@@ -43,10 +43,17 @@ def joined(place, number, joiner, **usual):
                 seen.append(key)
                 time.sleep(0.02)
 
-            return train(comm, rounds=100, before_round=before_round, **usual)
+            def is_over():
+                if has_ended.is_set():  # and each has committed as many rounds as the other, or one more
+                    last[0] = min(last[0], comm.counts.committed + 2)
+                return comm.counts.committed >= last[0]
+
+            return train(comm, rounds=10**6, before_round=before_round, is_over=is_over, **usual)
         except ValueError as error:
             return str(error)
         finally:
+            if key == "joiner":
+                has_ended.set()
             comm.close()
 
     with ThreadPoolExecutor(3) as pool:

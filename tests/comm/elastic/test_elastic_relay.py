@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import signal
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 from helpers.elastic import serve, worker
 from helpers.keys import keys_of
+from helpers.ports import free_port
 from helpers.program import Program
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, notice
@@ -63,7 +65,9 @@ def test_workers_that_nobody_can_dial_train_and_one_dies_and_is_healed(server, t
     def start(number):
         options = {"relay": f"127.0.0.1:{server.address[1]}", "listens": first_listens and number == 0}
         options["timeout_seconds"] = 10  # through a relay, nothing sooner tells that a worker is dead
-        arguments = (f"https://127.0.0.1:{int(place.stdout)}", number, AVERAGER, 3, 10, None, "round", 2)
+        dies_among = 3 if len(programs) == 3 else None  # the third, at once: ten rounds later the others would end
+        options["dies_after"] = 3
+        arguments = (f"https://127.0.0.1:{int(place.stdout)}", number, AVERAGER, 3, 10, dies_among, "round", 2)
         program = Program(
             partial(worker, **options), *arguments, folders[number], folder=tmp_path, MASTER_ADDR="127.0.0.1"
         )
@@ -73,8 +77,7 @@ def test_workers_that_nobody_can_dial_train_and_one_dies_and_is_healed(server, t
     try:
         place.wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
         first, second, third = map(start, range(3))
-        third.wait_until(lambda: "3\n" in third.stdout, "three workers")
-        third.kill()
+        assert third.wait(120) == -signal.SIGKILL and "3\n" in third.stdout, third.stderr
         first.wait_until(lambda: first.stdout.endswith("2\n"), "two workers")
         again = start(2)
         ended = [first, second, again]
@@ -100,8 +103,7 @@ def test_workers_wait_for_a_relay_that_starts_after_them(tmp_path, caplog, monke
     """They ended at once."""
     monkeypatch.setattr(notice, "NOTICE_SECONDS", 0.1)
     caplog.set_level(logging.INFO, "thinwire")
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     with ThreadPoolExecutor() as pool, contextlib.ExitStack() as stack:
         late = pool.submit(lambda: time.sleep(0.5) or stack.enter_context(Relay("127.0.0.1", port)))
         assert own_address_at(("127.0.0.1", port), 30.0) == "127.0.0.1"

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from helpers.command import thinwire
 from helpers.keys import keys_of
+from helpers.listeners import listening
 from helpers.program import programs, wait_until
 from helpers.traffic import connections
 
@@ -124,6 +125,7 @@ def test_pairs_with_other_tokens_are_kept_apart(server):
 
 def test_one_that_has_hung_up_is_not_joined(server):
     gone = reach(server.address, WAIT, bytes(32), 10.0)
+    wait_until(lambda: server._waiting, "the relay's notice")
     gone.close()
     wait_until(lambda: not server._waiting, "the relay's notice")
     waiting, connecting = ends(server, bytes(32))
@@ -145,9 +147,10 @@ def test_those_that_say_something_else_are_sent_away(server):
 def test_a_flood_of_connections_is_turned_away(server):
     """Those that wait for another are bounded; joined ones go on meanwhile."""
     one, other = ends(server, bytes(32))
-    flood = [socket.create_connection(server.address) for _ in range(3 * MAX_UNPAIRED)]
+    flood = [socket.create_connection(server.address, 60) for _ in range(3 * MAX_UNPAIRED)]
+    assert [connection.recv(1) for connection in flood[2 * MAX_UNPAIRED :]] == [b""] * MAX_UNPAIRED
     wait_until(lambda: server._unpaired["127.0.0.1"] <= MAX_UNPAIRED, "the turning away")
-    assert len(server._tasks) <= MAX_UNPAIRED + 4
+    wait_until(lambda: len(server._tasks) <= MAX_UNPAIRED + 4, "the end of what turned them away")
     one.sendall(b"still here")
     assert read(other, 10) == b"still here"
     for connection in flood:
@@ -231,19 +234,6 @@ def test_who_can_be_dialled(one, by, expected):
     assert one.is_reached_by(by) is expected
 
 
-def listening_ports() -> set[int]:
-    """Of this process; as the system has them."""
-    inodes = {
-        os.readlink(f"/proc/self/fd/{fd}")
-        for fd in os.listdir("/proc/self/fd")
-        if os.path.exists(f"/proc/self/fd/{fd}")
-    }
-    lines = open("/proc/self/net/tcp").read().splitlines()[1:]
-    return {
-        int(f[1].rpartition(":")[2], 16) for f in map(str.split, lines) if f[3] == "0A" and f"socket:[{f[9]}]" in inodes
-    }
-
-
 def works(comm, rounds: int) -> None:
     """Exchanges of several megabytes, with sums that are known."""
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
@@ -268,7 +258,7 @@ def worker(rank: int, listens: list[bool], folder: str, address: str) -> None:
     comm = TcpCommunicator.from_store(
         store, rank, len(listens), timeout_seconds=60.0, listens=listens[rank], relay=address or None
     )
-    assert bool(listening_ports()) is listens[rank]
+    assert bool(listening()) is listens[rank]
     works(comm, 4)
     comm.close()
 

@@ -7,6 +7,7 @@ import os
 import socket
 
 from helpers.command import TORCHRUN, python, thinwire
+from helpers.ports import free_port
 
 import thinwire as tw
 from thinwire.lab.cli import main
@@ -59,8 +60,7 @@ def test_workers_of_a_launcher_print_one_diagnosis(tmp_path):
 
 
 def test_a_worker_that_never_comes_is_a_line_and_not_a_hang(tmp_path):
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]  # free again
+    port = free_port()
     alone = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
     for rank, why in (
         (0, "rank 1 did not come to the store within 2 seconds"),

@@ -22,6 +22,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from helpers.program import wait_until
 from PIL import Image
 from torch import nn
 from torch.nn import functional as F
@@ -442,12 +443,13 @@ def test_a_worker_that_ends_at_once_leaves_no_loader_processes(tmp_path, work):
     worker.start()
     pids = receiver.recv()
     worker.join()
-    deadline = time.monotonic() + 15  # PyTorch's watchdog looks every 5 seconds
-    while (left := [pid for pid in pids if _is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    for pid in left:
-        os.kill(pid, signal.SIGKILL)
-    assert len(pids) == 2 and not left
+    assert len(pids) == 2
+    try:
+        # PyTorch's watchdog looks every 5 seconds.
+        wait_until(lambda: not any(map(_is_alive, pids)), "the end of the loader processes", 100)
+    finally:
+        for pid in filter(_is_alive, pids):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _is_alive(pid: int) -> bool:

@@ -321,6 +321,7 @@ class Connections:
                     return
                 if what == GONE:
                     self._lost.add(peer)
+                    self._failed.pop(peer, None)
                     continue
                 if what == WANT and self._connects(peer):
                     self._wanted[peer] = max(self._wanted[peer], number)
@@ -394,7 +395,7 @@ class Connections:
     def trouble(self, peer: int) -> str:
         """Why this worker has no connection with a peer that it dials; empty if it knows of no reason."""
         error = self._failed.get(peer)
-        return "" if error is None or not self.awaits(peer) else self._why(peer, error)
+        return "" if error is None or self._engine.counts(peer).connections else self._why(peer, error)
 
     def awaits(self, peer: int) -> bool:
         """Whether a connection with a peer is missing, which has not ended."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -152,6 +153,12 @@ def real_command(tmp_path) -> Iterator[subprocess.Popen]:
         process.wait()
 
 
+def is_pending(number: signal.Signals, pid: int) -> bool:
+    """Whether a process that is stopped has been sent this signal."""
+    (pending,) = re.findall(r"^ShdPnd:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return bool(int(pending, 16) >> (number - 1) & 1)
+
+
 def is_logging(folder: Path) -> bool:
     metrics = folder / "runs" / "long" / "metrics.jsonl"
     return metrics.exists() and metrics.stat().st_size > 0
@@ -184,7 +191,7 @@ def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(number, whom, code,
     step = int(checkpoint.name.removeprefix("step-"))
     assert json.loads((checkpoint / "checkpoint.json").read_text())["step"] == step
     assert all((checkpoint / f"worker-{rank}.pt").exists() for rank in range(2))
-    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+    wait_until(lambda: not any(map(alive, workers)), "the end of all workers")
 
 
 @linux
@@ -207,13 +214,13 @@ def test_a_second_ctrl_c_stops_at_once(running):
     workers = workers_of(running.pid)
     os.kill(workers[0], signal.SIGSTOP)  # so that no step can be finished
     os.kill(running.pid, signal.SIGINT)
-    time.sleep(0.5)
+    wait_until(lambda: is_pending(signal.SIGINT, workers[0]), "the first Ctrl-C, which is passed on")
     assert running.returncode is None
     os.kill(running.pid, signal.SIGINT)
     _, said = running.communicate(timeout=400)
     assert running.returncode == 130
     assert said == "thinwire: stopped; what was written so far is in runs/long\n"
-    assert not [p for p in workers if Path(f"/proc/{p}").exists()]
+    wait_until(lambda: not any(map(alive, workers)), "the end of all workers")
 
 
 @linux

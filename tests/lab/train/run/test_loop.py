@@ -8,7 +8,6 @@ import math
 import shutil
 import sys
 import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from helpers import tiny
 from helpers.interruptions import NEVER
+from helpers.program import wait_until
 from helpers.spawn import spawn
 from torch import nn
 
@@ -374,22 +374,35 @@ def test_a_server_that_never_answers_holds_up_nothing(monkeypatch, caplog):
 
 
 def test_the_end_of_a_run_waits_as_long_as_a_server_takes_rows(monkeypatch, caplog):
-    monkeypatch.setattr("thinwire.lab.train.results.trackers.SILENT_SECONDS", 0.2)
-    taken = []
+    taken, turns, limits = [], threading.Semaphore(0), []
 
     class Slow:
+        """Takes one row in each time limit."""
+
         def row(self, values):
-            time.sleep(0.05)
+            turns.acquire()
             taken.append(values["step"])
 
         def close(self):
             taken.append("closed")
 
+    def limit_passes(seconds):
+        limits.append(seconds)
+        before = len(taken)
+        turns.release()
+        wait_until(
+            lambda: not is_alive() or (len(taken) > before and tracker._rows.qsize() <= max(0, 10 - len(taken))),
+            "a row",
+        )
+
     tracker = Tracker("MLflow", Slow)
+    is_alive = tracker._thread.is_alive
+    monkeypatch.setattr(tracker, "_thread", Mock(is_alive=is_alive, join=limit_passes))
     for step in range(10):
         tracker.row({"step": step})
     tracker.close()
     assert taken == [*range(10), "closed"] and not caplog.messages
+    assert limits == [SILENT_SECONDS] * len(limits) and len(limits) >= 10
 
 
 def test_a_tracker_that_cannot_begin_ends_no_run(tmp_path, monkeypatch, alone, capfd):

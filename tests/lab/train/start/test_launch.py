@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ from helpers.program import Program, wait_until, workers_of
 from thinwire.comm import CommunicationError, notice
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.run.interrupt import Interrupted
-from thinwire.lab.train.start import connect, elastic_tasks, launch, spawn
+from thinwire.lab.train.start import connect, elastic_tasks, launch, presence, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
 
@@ -161,7 +161,7 @@ def kill_a_worker(pid: int, metrics: Path, rows: int, chosen: random.Random) -> 
 def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
     """The others said "Timed out waiting 2000ms for recv operation to complete", and not for whom."""
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3")
-    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "2", "--name", "stopped")
+    options = ("train", "digits", "--epochs", "500", "--log-every", "1", "--timeout", "5", "--name", "stopped")
     with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
         metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
@@ -175,36 +175,70 @@ def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
     assert "no sign of life for 4 seconds from worker 2: killed, stopped or cut off" in said, said
 
 
-def test_who_failed_first_is_blamed_and_else_who_is_silent():
-    store = dist.HashStore()
+class Living:
+    """Workers that count in a store. Who waits for some beats waits until each of these has counted, however long that takes.
+
+    Attributes:
+        slept: how long who waited wanted to.
+    """
+
+    def __init__(self, monkeypatch):
+        self._store, self._ranks, self.slept = dist.HashStore(), set(), []
+        monkeypatch.setattr(presence, "time", SimpleNamespace(sleep=self._sleep))
+        monkeypatch.setattr(presence, "ANSWER_BEATS", 10_000)
+
+    @contextmanager
+    def __call__(self, rank, size):
+        with Presence(self._store, rank, size, beat_seconds=0.05) as own:
+            self._ranks.add(rank)
+            yield own
+            self._ranks.remove(rank)
+        own._thread.join()  # it may have been about to count
+
+    def _sleep(self, seconds):
+        self.slept.append(seconds)
+        before = self._counts()
+        wait_until(lambda: all(self._counts()[rank] != count for rank, count in before.items()), "counts of the living")
+
+    def _counts(self):
+        keys = {rank: f"present/{rank}" for rank in self._ranks}
+        return {rank: self._store.get(key) if self._store.check([key]) else b"" for rank, key in keys.items()}
+
+
+@pytest.fixture
+def living(monkeypatch):
+    return Living(monkeypatch)
+
+
+def test_who_failed_first_is_blamed_and_else_who_is_silent(living):
     lost = CommunicationError("all_reduce failed")
-    with Presence(store, 0, 3, beat_seconds=0.05) as own:
-        with Presence(store, 1, 3, beat_seconds=0.05):
+    with living(0, 3) as own:
+        with living(1, 3):
             assert own.silent() == [2]
             assert str(own.explained(lost)).endswith("from worker 2: killed, stopped or cut off")
-            with Presence(store, 2, 3, beat_seconds=0.05) as third:
+            with living(2, 3) as third:
                 assert own.explained(lost) is lost
                 third.report("MemoryError: no room")
         assert str(own.explained(lost)) == "all_reduce failed; worker 2 failed first: MemoryError: no room"
 
 
-def test_a_worker_that_ended_because_another_was_cut_off_is_not_blamed():
+def test_a_worker_that_ended_because_another_was_cut_off_is_not_blamed(living):
     """Rank 1 looks after rank 2 has ended; it blamed both."""
-    store, lost = dist.HashStore(), CommunicationError("all_reduce failed")
+    lost = CommunicationError("all_reduce failed")
     cut_off = "no sign of life for 0.2 seconds from worker 0: killed, stopped or cut off"
-    with Presence(store, 1, 3, beat_seconds=0.05) as own:
-        with Presence(store, 2, 3, beat_seconds=0.05) as other:
+    with living(1, 3) as own:
+        with living(2, 3) as other:
             assert str(other.explained(lost)) == f"all_reduce failed; {cut_off}"
         assert str(own.explained(lost)) == f"all_reduce failed; {cut_off}"
-        with Presence(store, 0, 3, beat_seconds=0.05):  # it is back, and 2 is not
+        with living(0, 3):  # it is back, and 2 is not
             assert str(own.explained(lost)) == f"all_reduce failed; worker 2 ended first: {cut_off}"
 
 
-def test_rank_0_keeps_the_store_until_others_have_looked():
-    store, lost, began = dist.HashStore(), CommunicationError("all_reduce failed"), time.monotonic()
-    with Presence(store, 0, 2, beat_seconds=0.05) as own, Presence(store, 1, 2, beat_seconds=0.05):
+def test_rank_0_keeps_the_store_until_others_have_looked(living):
+    lost = CommunicationError("all_reduce failed")
+    with living(0, 2) as own, living(1, 2):
         assert own.explained(lost) is lost
-    assert time.monotonic() - began > 2 * 4 * 0.05
+    assert living.slept == [4 * 0.05, 4 * 0.05]
 
 
 def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypatch):
@@ -228,7 +262,7 @@ def test_errors_reach_the_other_workers_through_the_store():
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
         raise MemoryError("no room")
     with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
-        with connect.blaming(Presence(store, 0, 2, beat_seconds=0.05)):
+        with connect.blaming(Presence(store, 0, 2, beat_seconds=1.0)):
             raise CommunicationError("lost")
 
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.ports import free_port
 from helpers.program import wait_until
 
 from thinwire.lab.train import RunConfig, WorkerError
@@ -213,11 +214,11 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
     assert watched(workers, tmp_path, store=store).startswith("worker 1 left the run before its end, with exit code 0")
 
 
-def test_the_first_report_counts_and_needs_no_file(workers, tmp_path):
-    store = dist.HashStore()
+def test_the_first_report_counts_and_needs_no_file(workers, tmp_path, monkeypatch):
+    store, times = dist.HashStore(), iter((1, 2))
+    monkeypatch.setattr("thinwire.lab.train.start.worker.time", SimpleNamespace(time_ns=lambda: next(times)))
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
     report_failure(store, tmp_path / "gone", 2, full)
-    time.sleep(0.01)
     report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
     workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
     workers[0].start()
@@ -243,24 +244,21 @@ def test_the_store_listens_on_the_loopback_alone():
 def test_under_a_launcher_the_store_listens_at_its_address_alone(monkeypatch, capfd):
     """It listened on all interfaces."""
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     place = Environment("srun", 0, 2, 0, 2, "localhost", port)
     store = meeting_store(place)
     assert listening(port) == ["0100007F"]
     with pytest.raises(ValueError, match=f"port {port} of localhost is taken"):
         meeting_store(place)
     del store
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     here = meeting_store(replace(place, local_size=1, master_address="127.0.0.1", master_port=port))
     assert listening(port) == ["0100007F"]  # who was told this address is on this machine
     del here
     # On several nodes the others could not reach the loopback by a name.
     for name, value in replace(place, local_size=1, local_rank=0).variables().items():
         monkeypatch.setenv(name, value)
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
+    port = free_port()
     monkeypatch.setenv("MASTER_PORT", str(port))
     other = threading.Thread(target=dist.TCPStore, args=("127.0.0.1", port, 2, False), daemon=True)
     other.start()  # PyTorch waits for it
