@@ -251,7 +251,7 @@ def test_a_worker_that_lies_is_dropped_and_named_and_the_others_go_on(lie, crede
 
 
 @pytest.mark.parametrize(
-    "question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"get"], [b"wait", b"soon"], [b"wait", b"9" * 400]]
+    "question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"delete"], [b"wait", b"soon"], [b"wait", b"9" * 400]]
 )
 def test_a_question_that_has_no_answer_ends_the_connection(question, credentials):
     store = listening_store("127.0.0.1", 0, SOON, credentials[0])
@@ -322,6 +322,7 @@ def test_the_store_does_what_pytorchs_does(credentials):
         store.set("text", "words")
         store.set("none", "")
         assert store.get("text") == b"words" and store.get("none") == b"" and store.check(["text", "none"])
+        assert store.multi_get(["none", "text"]) == [b"", b"words"] and store.multi_get([]) == []
         assert not store.check(["text", "other"])
         assert store.delete_key("text") and not store.check(["text"]) and store.delete_key("count")
         with pytest.raises(dist.DistStoreError):
