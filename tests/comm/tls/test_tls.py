@@ -345,6 +345,22 @@ def test_the_store_does_what_pytorchs_does(credentials):
         theirs.get("early")
 
 
+def test_keys_that_are_there_take_one_question_however_many(credentials, monkeypatch):
+    """Each took two round trips: one to wait for it, and one for its value."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    ours.set("at/one", "1")
+    ours.set("at/two", "2")
+    asked, ask = [], theirs._client.ask
+    monkeypatch.setattr(
+        theirs._client, "ask", lambda *question, **options: asked.append(1) or ask(*question, **options)
+    )
+    assert dist.PrefixStore("at", theirs).multi_get(["one", "two"]) == [b"1", b"2"]
+    assert theirs.get("at/one") == b"1" and len(asked) == 2
+    theirs.close()
+    ours.close()
+
+
 def test_workers_that_meet_in_one_for_a_round_leave_no_connection(credentials):
     """Each round with other workers left two, and its store takes some thousands."""
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])

@@ -113,8 +113,10 @@ class TlsStore(dist.Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        self.wait(keys)
-        return self._ask(b"get", *map(str.encode, keys))[1:]
+        # Most are there already, and waiting for them first would take a round trip more.
+        while (found := self._ask(b"get", *map(str.encode, keys)))[0] == MISSING:
+            self.wait(keys)
+        return found[1:]
 
     def add(self, key: str, number: int) -> int:
         # Asked twice, it would add twice.
@@ -170,7 +172,8 @@ class Table:
             if what == b"count":
                 return [OK, str(len(self._values)).encode()]
             if what == b"get":
-                return [OK, *(self._values.get(key, b"") for key in fields)]
+                found = [self._values[key] for key in fields if key in self._values]
+                return [OK, *found] if len(found) == len(fields) else [MISSING]
             key, *values = fields
             before = self._values.get(key)
             if what == b"set":
