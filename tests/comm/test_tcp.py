@@ -89,6 +89,45 @@ def test_a_meeting_in_which_one_waited_in_vain_fails_for_all_and_the_next_one_su
         assert gather[0]("a") == late.result() == ["a", "b"]
 
 
+class Asked(dist.Store):
+    """Counts the questions to a store, each of which is a round trip; `set` has no answer."""
+
+    def __init__(self):
+        super().__init__()
+        self.store, self.questions = dist.HashStore(), []
+
+    def set(self, key, value):
+        self.store.set(key, value)
+
+    def get(self, key):
+        return self._ask("get", key)
+
+    def add(self, key, number):
+        return self._ask("add", key, number)
+
+    def wait(self, keys, timeout):
+        return self._ask("wait", keys, timeout)
+
+    def compare_set(self, key, expected, desired):
+        return self._ask("compare_set", key, expected, desired)
+
+    def multi_get(self, keys):
+        return self._ask("multi_get", keys)
+
+    def _ask(self, name, *arguments):
+        self.questions.append(name)
+        return getattr(self.store, name)(*arguments)
+
+
+def test_a_meeting_asks_the_store_as_often_however_many_come():
+    """Each worker asked for what each other one had said by itself: two round trips for each."""
+    store = Asked()
+    for rank in range(9):
+        store.set(f"thinwire/1/{rank}", str(rank))
+    assert gathering(store, 9, 10, 60.0)(9) == [*range(10)]
+    assert store.questions == ["add", "wait", "compare_set", "multi_get"]
+
+
 @pytest.mark.parametrize(
     "options, message",
     [
@@ -475,13 +514,19 @@ def test_the_transport_chooses_the_communicator(name):
     assert spawn(2, chosen, name) == [CHOSEN[name]] * 2
 
 
-def chosen_between_machines(comm) -> str:
+def chosen_between_machines(comm) -> tuple[str, int]:
     transport.own_address = lambda: (socket.AF_INET, "192.0.2.1")
-    return chosen(comm, "auto")
+    groups, new_group = [], dist.new_group
+    dist.new_group = lambda *arguments: groups.append(new_group(*arguments)) or groups[-1]
+    try:
+        return chosen(comm, "auto"), len(groups)
+    finally:
+        dist.new_group = new_group
 
 
 def test_auto_takes_our_own_connections_between_machines():
-    assert spawn(2, chosen_between_machines) == ["TcpCommunicator"] * 2
+    """It made two process groups, each of which costs several round trips for every worker."""
+    assert spawn(2, chosen_between_machines) == [("TcpCommunicator", 1)] * 2
 
 
 def connected_with(comm, folders: list[str]) -> str:

@@ -55,5 +55,5 @@ def connect(
         # The question above is no traffic of the run.
         comm.ledger = Ledger(comm.size)
         return comm
-    comm.close()
-    return TcpCommunicator(group, timeout_seconds, credentials=Credentials.from_environment())
+    with comm:
+        return TcpCommunicator.met_over(comm, timeout_seconds, credentials=Credentials.from_environment())

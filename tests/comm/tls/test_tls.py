@@ -253,7 +253,7 @@ def test_a_worker_that_lies_is_dropped_and_named_and_the_others_go_on(lie, crede
 
 
 @pytest.mark.parametrize(
-    "question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"get"], [b"wait", b"soon"], [b"wait", b"9" * 400]]
+    "question", [[], [b"?", b"x"], [b"add", b"word", b"one"], [b"delete"], [b"wait", b"soon"], [b"wait", b"9" * 400]]
 )
 def test_a_question_that_has_no_answer_ends_the_connection(question, credentials):
     store = listening_store("127.0.0.1", 0, SOON, credentials[0])
@@ -324,6 +324,7 @@ def test_the_store_does_what_pytorchs_does(credentials):
         store.set("text", "words")
         store.set("none", "")
         assert store.get("text") == b"words" and store.get("none") == b"" and store.check(["text", "none"])
+        assert store.multi_get(["none", "text"]) == [b"", b"words"] and store.multi_get([]) == []
         assert not store.check(["text", "other"])
         assert store.delete_key("text") and not store.check(["text"]) and store.delete_key("count")
         with pytest.raises(dist.DistStoreError):
@@ -344,6 +345,22 @@ def test_the_store_does_what_pytorchs_does(credentials):
     ours.close()
     with pytest.raises(dist.DistNetworkError, match=r"the store at 127\.0\.0\.1:\d+ does not answer"):
         theirs.get("early")
+
+
+def test_keys_that_are_there_take_one_question_however_many(credentials, monkeypatch):
+    """Each took two round trips: one to wait for it, and one for its value."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    ours.set("at/one", "1")
+    ours.set("at/two", "2")
+    asked, ask = [], theirs._client.ask
+    monkeypatch.setattr(
+        theirs._client, "ask", lambda *question, **options: asked.append(1) or ask(*question, **options)
+    )
+    assert dist.PrefixStore("at", theirs).multi_get(["one", "two"]) == [b"1", b"2"]
+    assert theirs.get("at/one") == b"1" and len(asked) == 2
+    theirs.close()
+    ours.close()
 
 
 def test_workers_that_meet_in_one_for_a_round_leave_no_connection(credentials):

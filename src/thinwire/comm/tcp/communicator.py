@@ -96,10 +96,21 @@ class TcpCommunicator(Communicator):
         credentials: Credentials | None = None,
     ):
         with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
-            place = Place(*own_address(interface), credentials)
-            self._join(Meeting(meeting.rank, meeting.size, meeting.gather_objects, place, timeout_seconds))
-            self.global_ranks = meeting.global_ranks
-            meeting.barrier()  # all are connected
+            self._meet(meeting, timeout_seconds, Place(*own_address(interface), credentials))
+
+    @classmethod
+    def met_over(
+        cls, meeting: ProcessGroupCommunicator, timeout_seconds: float, *, credentials: Credentials | None = None
+    ) -> TcpCommunicator:
+        """Connect the workers of another communicator, which all of them close afterwards; the arguments are as above."""
+        comm = cls.__new__(cls)
+        comm._meet(meeting, timeout_seconds, Place(*own_address(), credentials))
+        return comm
+
+    def _meet(self, meeting: ProcessGroupCommunicator, timeout_seconds: float, place: Place) -> None:
+        self._join(Meeting(meeting.rank, meeting.size, meeting.gather_objects, place, timeout_seconds))
+        self.global_ranks = meeting.global_ranks
+        meeting.barrier()  # all are connected
 
     @classmethod
     def from_store(

@@ -110,8 +110,13 @@ class TlsStore(dist.Store):
         self._ask(b"set", key.encode(), value.encode() if isinstance(value, str) else bytes(value))
 
     def get(self, key: str) -> bytes:
-        self.wait([key])
-        return self._ask(b"get", key.encode())[1]
+        return self.multi_get([key])[0]
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        # Most are there already, and waiting for them first would take a round trip more.
+        while (found := self._ask(b"get", *map(str.encode, keys)))[0] == MISSING:
+            self.wait(keys)
+        return found[1:]
 
     def add(self, key: str, number: int) -> int:
         # Asked twice, it would add twice.
@@ -166,12 +171,13 @@ class Table:
                 ]
             if what == b"count":
                 return [OK, str(len(self._values)).encode()]
+            if what == b"get":
+                found = [self._values[key] for key in fields if key in self._values]
+                return [OK, *found] if len(found) == len(fields) else [MISSING]
             key, *values = fields
             before = self._values.get(key)
             if what == b"set":
                 return self._put(key, values[0])
-            if what == b"get":
-                return [MISSING, b""] if before is None else [OK, before]
             if what == b"add":
                 return self._put(key, str(int(before or b"0") + int(values[0])).encode())
             if what == b"compare":

@@ -38,6 +38,7 @@ from ...comm import Communicator
 from ...comm.ledger import ring_all_reduce_bytes
 from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
+from ...comm.store import gathering
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
 from ...options import require_integer, require_number
@@ -231,7 +232,9 @@ def joined(
     choose_interface(None, one_node=False)
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     with said_if_late(connecting(rank, timeout_seconds)):
-        init_process_group(_backend(device), store or meeting(), rank, size, timeout_seconds)
+        store = store or meeting()
+        gathering(store, rank, size, timeout_seconds)(None)
+        init_process_group(_backend(device), store, rank, size, timeout_seconds)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm

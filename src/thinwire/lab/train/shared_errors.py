@@ -50,12 +50,12 @@ def run_on_all(comm: Communicator, do: Callable[[], Result]) -> Result:
         results.append(do())
     except ValueError as error:
         mistake = error
+    if comm.all_true(mistake is None):
+        return results[0]
     found = comm.gather_objects(mistake and _text(mistake))
-    if any(text is not None for text in found):
-        rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
-        # Where all say the same, no worker is to blame.
-        raise SharedError(text if len(set(found)) == 1 else f"worker {rank}: {text}") from mistake
-    return results[0]
+    rank, text = next((rank, text) for rank, text in enumerate(found) if text is not None)
+    # Where all say the same, no worker is to blame.
+    raise SharedError(text if len(set(found)) == 1 else f"worker {rank}: {text}") from mistake
 
 
 def _text(error: ValueError) -> str:

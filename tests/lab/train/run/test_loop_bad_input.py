@@ -99,6 +99,7 @@ def test_what_one_worker_finds_stops_all_of_them(tmp_path):
             run_on_all(comm, find)
         with pytest.raises(SharedError, match=r"^nobody has, in \S*test_loop_bad_input.py:\d+$"):
             run_on_all(comm, lambda: (_ for _ in ()).throw(ValueError("nobody has")))
-        return run_on_all(comm, lambda: comm.rank * 2)
+        before = comm.ledger.messages
+        return run_on_all(comm, lambda: comm.rank * 2), comm.ledger.messages - before
 
-    assert LocalWorld(3).run(worker) == [0, 2, 4]
+    assert LocalWorld(3).run(worker) == [(0, 2), (2, 2), (4, 2)]  # without an error, one message to each other worker

@@ -34,6 +34,7 @@ from thinwire.lab.train.run.interrupt import Interrupted
 from thinwire.lab.train.start import connect, elastic_tasks, launch, presence, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
+from thinwire.lab.train.step import training
 
 THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
 TRAIN = (
@@ -335,7 +336,7 @@ def test_gloo_that_takes_the_wrong_address_is_one_line_with_the_remedy(name, mon
     remedy = r"\(.* timed out: \[127\.0\.1\.1\]:7600\); .* with --interface$"
     try:
         with pytest.raises(CommunicationError, match=remedy):
-            with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place, dist.HashStore()):
+            with connect.connected(RunConfig("digits", transport="gloo", output=tmp_path), place, dist.HashStore()):
                 pass
     finally:
         if dist.is_initialized():
@@ -376,7 +377,7 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
     monkeypatch.setattr(connect.dist, "init_process_group", fail)
     place = Environment("srun", 0, 1, 0, 1, "127.0.0.1", 29500)
     with pytest.raises(CommunicationError, match="the workers did not connect"):
-        with connect.connected(RunConfig("digits", transport="tcp", output=tmp_path), place):
+        with connect.connected(RunConfig("digits", transport="gloo", output=tmp_path), place):
             pass
 
 
@@ -455,14 +456,19 @@ GPU, CPU = torch.device("cuda:0"), torch.device("cpu")
 @pytest.mark.parametrize(
     "asked, device, others, expected",
     [
-        ("auto", CPU, '"GPU-1"', "gloo"),
-        ("auto", GPU, '"GPU-1"', "cpu:gloo,cuda:nccl"),
-        ("auto", GPU, '"GPU-0"', "gloo"),  # two workers share it
-        ("auto", GPU, "null", "gloo"),  # the other worker has none
-        ("gloo", GPU, '"GPU-1"', "gloo"),
-        ("nccl", GPU, '"GPU-1"', "cpu:gloo,cuda:nccl"),
-        ("nccl", GPU, "null", "rank 1 has none"),
-        ("nccl", CPU, '"GPU-1"', "rank 0 has none"),
+        ("auto", CPU, ["GPU-1", False], "gloo"),
+        ("auto", GPU, ["GPU-1", False], "cpu:gloo,cuda:nccl"),
+        ("auto", GPU, ["GPU-0", False], "gloo"),  # two workers share it
+        ("auto", GPU, [None, True], "gloo"),  # the other worker has none
+        ("auto", CPU, [None, True], "tcp"),
+        ("auto", CPU, [None, False], "gloo"),  # the other worker has no extension, or is at its loopback
+        ("gloo", CPU, [None, True], "gloo"),
+        ("gloo", GPU, ["GPU-1", False], "gloo"),
+        ("nccl", GPU, ["GPU-1", False], "cpu:gloo,cuda:nccl"),
+        ("nccl", GPU, [None, True], "rank 1 has none"),
+        ("nccl", CPU, ["GPU-1", False], "rank 0 has none"),
+        ("tcp", CPU, [None, False], "tcp"),
+        ("tcp", GPU, ["GPU-1", False], "transport 'tcp' sends from main memory, got device cuda:0"),
     ],
 )
 def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, others, expected, monkeypatch):
@@ -470,19 +476,42 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(connect, "own_address", lambda: (socket.AF_INET, "192.0.2.1"))
     environment, store = Environment("srun", 0, 2, 0, 2, "127.0.0.1", 29500), dist.HashStore()
-    store.set("thinwire/1/1", others)  # what the other worker has
+    store.set("thinwire/1/1", json.dumps(others))  # what the other worker has
     try:
-        assert connect.choose_backend(asked, device, environment, store) == expected
+        assert connect.choose_backend(RunConfig("digits", transport=asked), device, environment, store) == expected
     except ValueError as error:
         assert expected in str(error)
+
+
+@pytest.mark.parametrize("transport", ["auto", "tcp"])
+def test_over_our_own_connections_no_process_group_is_made(transport, monkeypatch, tmp_path):
+    """Five were: each costs several round trips for every worker, which took ten seconds for four on a long line."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(connect, "own_address", lambda: (socket.AF_INET, "192.0.2.1"))
+    for name in ("init_process_group", "new_group"):
+        monkeypatch.setattr(dist, name, Mock(side_effect=AssertionError(name)))
+    config, store = RunConfig("digits", workers=2, transport=transport, output=tmp_path), dist.HashStore()
+
+    def worker(rank: int) -> float:
+        place = Environment("srun", rank, 2, rank, 2, "127.0.0.1", 29500)
+        with (
+            connect.connected(config, place, store) as comm,
+            training._communicator(config, CPU, comm, None) as own,
+        ):
+            return own.all_reduce(torch.ones(1)).wait().item()
+
+    with ThreadPoolExecutor() as pool:
+        assert [*pool.map(worker, range(2))] == [2.0, 2.0]
 
 
 def test_a_worker_that_does_not_connect_is_named(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr(connect, "SECONDS", 0.1)
     with pytest.raises(CommunicationError, match=r"ranks \[1\] did not come to the store within 0.1 seconds"):
-        connect.choose_backend("gloo", torch.device("cpu"), Environment("thinwire", 0, 2, 0, 2, "127.0.0.1", 0), store)
+        place = Environment("thinwire", 0, 2, 0, 2, "127.0.0.1", 0)
+        connect.choose_backend(RunConfig("digits", transport="gloo"), CPU, place, store)
 
 
 def test_a_worker_without_its_gpu_says_so(tmp_path):

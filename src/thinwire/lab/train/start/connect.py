@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 from ....algorithm import able_to, require
-from ....comm import CommunicationError, Communicator, Credentials
+from ....comm import CommunicationError, Communicator, Credentials, ProcessGroupCommunicator
 from ....comm.addresses import address_text, listening_address, own_address, own_addresses_of
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.sockets import keep_trying
 from ....comm.store import connected_store, gathering, listening_store
-from ....comm.tcp import TcpCommunicator
+from ....comm.tcp import TcpCommunicator, is_available
 from ....comm.tls.store import TlsStore
 from ....comm.transport import connect
 from ....messages import error_place, error_text
@@ -46,7 +46,7 @@ TRY_SECONDS, PAUSE_SECONDS = 5.0, 0.2  # of each try to reach worker 0, by each 
 
 @contextmanager
 def connected(config: RunConfig, environment: Environment, store: dist.Store | None = None) -> Iterator[Communicator]:
-    """Join the other workers, in PyTorch's default process group and a communicator of its own.
+    """Join the other workers: over connections of our own, or in PyTorch's default process group and a communicator beside it.
 
     Args:
         config: has device, backend and interface.
@@ -75,10 +75,9 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         with said_if_late(awaited(environment, credentials)):
             store = fresh(meeting_store(environment, credentials), rank, size)
         presence = Presence(store, rank, size)
-    if credentials is not None or config.dials_out:
-        with same_error_on_all():
-            why = "no listener or a relay" if credentials is None else "credentials"
-            require(device.type == "cpu", f"with {why}, messages are sent from main memory; choose --device cpu")
+    with same_error_on_all():
+        backend = choose_backend(config, device, environment, store, credentials)
+    if backend == "tcp":
         with (
             blaming(presence),
             TcpCommunicator.from_store(
@@ -94,13 +93,11 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         ):
             yield own
         return
-    with same_error_on_all():
-        backend = choose_backend(config.transport, device, environment, store)
     with blaming(presence), ExitStack() as stack:
         try:
             with said_if_late(connecting(rank, SECONDS)) if presence else nullcontext():
                 init_process_group(backend, store, rank, size, SECONDS)
-            comm = stack.enter_context(connect(config.transport, timeout_seconds=config.timeout, device=device))
+            comm = stack.enter_context(ProcessGroupCommunicator(timeout_seconds=config.timeout, device=device))
         except CommunicationError:
             raise
         except RuntimeError as error:
@@ -166,19 +163,17 @@ def connecting(rank: int, seconds: float) -> str:
 
 
 def init_process_group(backend: str, store: dist.Store, rank: int, size: int, seconds: float) -> None:
-    """Make PyTorch's default process group, once all workers have come to the store.
+    """Make PyTorch's default process group; all workers have come to the store.
 
     Args:
         backend, store, rank, size: as of `torch.distributed.init_process_group`.
-        seconds: within which the workers must come, and then connect; and how long an operation may take.
+        seconds: within which the workers must connect; and how long an operation may take.
 
     Raises:
-        CommunicationError: a worker did not come.
         RuntimeError: the workers did not connect.
     """
-    # Gloo waits for a worker's address for one limit, and for its connection for several.
-    gathering(store, rank, size, seconds)(None)
     limit = timedelta(seconds=seconds)
+    # Gloo waits for a worker's address for one limit, and for its connection for several.
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit / GLOO_LIMITS)
     dist.distributed_c10d._set_pg_timeout(limit)
 
@@ -366,23 +361,39 @@ def _reaching_interface() -> str | None:
     return None if reaching is None else names.get(reaching)
 
 
-def choose_backend(name: str, device: torch.device, environment: Environment, store: dist.Store) -> str:
-    """Choose the backend, the same on all workers: NCCL (with Gloo for metrics), or only Gloo.
+def choose_backend(
+    config: RunConfig,
+    device: torch.device,
+    environment: Environment,
+    store: dist.Store,
+    credentials: Credentials | None = None,
+) -> str:
+    """Choose the same on all workers: "tcp" for our own connections, NCCL (with Gloo for metrics), or only Gloo.
 
     Raises:
-        ValueError: NCCL was asked for, and a worker has no GPU of its own.
-        CommunicationError: a worker did not connect.
+        ValueError: NCCL was asked for, and a worker has no GPU of its own; or our own connections, for tensors on a GPU.
+        CommunicationError: a worker did not come.
     """
+    name, on_cpu = config.transport, device.type == "cpu"
+    if credentials is not None or config.dials_out:
+        why = "no listener or a relay" if credentials is None else "credentials"
+        require(on_cpu, f"with {why}, messages are sent from main memory; choose --device cpu")
+        return "tcp"
     if name == "tcp":
-        return "gloo"  # by which workers meet
+        require(on_cpu, f"transport 'tcp' sends from main memory, got device {device}; choose --transport auto")
+        return "tcp"
+    can_own = on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback
     gather = gathering(store, environment.rank, environment.size, SECONDS)
-    gpus = gather(gpu_for_nccl(device))
+    found = gather([gpu_for_nccl(device), can_own])
+    gpus = [gpu for gpu, _ in found]
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None or gpus.count(gpu) > 1]
     require(
         name != "nccl" or not without,
         f"transport 'nccl' needs a GPU of its own for every worker, and rank {(without or [0])[0]} has none; choose "
         "--transport gloo, or fewer workers",
     )
+    if name == "auto" and environment.size > 1 and all(can for _, can in found):
+        return "tcp"
     return "gloo" if name == "gloo" or without else "cpu:gloo,cuda:nccl"
 
 

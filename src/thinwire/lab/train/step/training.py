@@ -240,7 +240,7 @@ def prepare(
     Args:
         config, data, device: of the run.
         comm: connects the workers for averaging; None opens a communicator, with the run's time limit.
-        meeting: connects the workers for all else; with credentials, they meet over it to open the communicator.
+        meeting: connects the workers for all else; over our own connections, they meet over it to open the communicator.
         layout: of the communicator that is opened; None for the launcher's ranks.
 
     Raises:
@@ -289,10 +289,9 @@ def built(
 def _communicator(
     config: RunConfig, device: torch.device, meeting: Communicator | None, layout: Layout | None
 ) -> Communicator:
-    """Over the default process group, with the run's time limit; one that counts virtual seconds if there is a network."""
+    """Another one beside the meeting, with the run's time limit; one that counts virtual seconds if there is a network."""
     comm: Communicator
-    if config.credentials is not None or config.dials_out:
-        assert isinstance(meeting, TcpCommunicator), "such runs have connections of our own"
+    if isinstance(meeting, TcpCommunicator):
         comm = meeting.another()
     else:
         comm = connect(config.transport, timeout_seconds=config.timeout, device=device)
