@@ -17,14 +17,13 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
     barrier       (W-1)                      (W-1)             an all_gather of one byte
     channel       9 + n per message          the same          straight; sending and receiving are calls of their own
 
-`TcpCommunicator` alone has those from reduce to receive. The others are Gloo's algorithms, and a test holds them, worker by
-worker, to the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
-headers. An all-reduce counts 2 (W-1) messages: W-1 parts, and W-1 times the sum of the own part, in two steps. Two workers
-exchange whole tensors instead, in half as many messages and one step. Of more workers, Gloo sends tensors of more than 4 MiB
-around a ring, in 2 (W-1) steps, each of which it cuts into pieces of at most 1 MiB. A tensor is cut into whole elements, so
-that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers, 2 (W-1) n,
-is exact. `TcpCommunicator` has no ring. It cuts large tensors into up to eight pieces that each take as many messages, and the
-ledger counts those of one; near workers may exchange the two halves of a large tensor. To a chunk of a
+`TcpCommunicator` alone has those from reduce to receive. A test holds the others, over it and over Gloo, worker by worker, to
+the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
+headers. An all-reduce counts 2 (W-1) messages: W-1 parts, and W-1 times the sum of the own part. Two workers exchange whole
+tensors instead, in half as many messages, and hosts of several workers need fewer; see `sums.py`. Tensors of 4 MiB and more are
+cut into up to eight pieces that each take as many messages, and the ledger counts those of one. A tensor is cut into whole
+elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers,
+2 (W-1) n, is exact. Over our own connections, to a chunk of a
 message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB
 (128 KiB from 3 ms on). What is sent again, because a connection was lost or a chunk is late, is not in the ledger:
 `TcpCommunicator.counts` has it. Channels are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each

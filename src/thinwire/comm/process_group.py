@@ -1,11 +1,12 @@
 """Workers as processes, over `torch.distributed`: Gloo, NCCL, MPI.
 
 One thread starts all operations, in call order, on a process group of its own, and does not wait for one to end before
-it starts the next. Between two workers, the backends match messages in the order in which they were started.
+it starts the next. Between two workers, the backends match messages in the order in which they were started, or by their tags.
 
-Gloo   `all_gather` is an exchange with everyone, all receives posted before the first send: a message whose receive is
-       posted late waits for a round trip, which costs Gloo's own all_gather and batch_isend_irecv up to half the line.
-       CUDA tensors go through main memory (several workers may share a GPU, which NCCL's may not), and `wait()` waits.
+Gloo   `all_reduce` takes the few steps of `sums.py`. `all_gather` is an exchange with everyone. All receives are posted before
+       the first send: a message whose receive is posted late waits for a round trip, which costs Gloo's own all_gather and
+       batch_isend_irecv up to half the line. CUDA tensors go through main memory (several workers may share a GPU, which
+       NCCL's may not), and `wait()` waits.
 NCCL   Sends and receives are grouped, for they deadlock otherwise. Parts of nearly one size use its own all-gather, which
        crosses the links between nodes less often, in slots of one size. `wait()` orders streams and returns before the
        data is there, so that a dead peer is noticed by NCCL's watchdog, which ends the process at the timeout.

@@ -95,7 +95,8 @@ class TcpCommunicator(Communicator):
         interface: str | None = None,
         credentials: Credentials | None = None,
     ):
-        with ProcessGroupCommunicator(group, timeout_seconds) as meeting:
+        meeting = ProcessGroupCommunicator(group, timeout_seconds)
+        with meeting:
             self._meet(meeting, timeout_seconds, Place(*own_address(interface), credentials))
 
     @classmethod

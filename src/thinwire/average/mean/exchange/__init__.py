@@ -20,8 +20,8 @@ Bytes that leave a node of N workers, for a message of m = p + d bytes:
     hierarchical              (W/N-1) m
     hierarchical_sparse       2(L-1)/L m          L = W/N; as `sparse_reduce` of L workers
 
-The rows of all_reduce are those of a ring, as NCCL and, for more than 4 MiB on three workers or more, Gloo have it. Other
-sums take two steps, of two workers one, and 2N(W-N)/W m leave a node: see `comm/ledger.py`.
+The rows of all_reduce are those of a ring, as over NCCL. Over Gloo and our own connections it takes two steps (between two
+workers one, by nodes four), and 2(L-1)/L m leave a node: see `comm/sums.py`.
 
 Each exchange is an object that has these formulas; `words.py` finds it by its word, and chooses by them for "auto".
 """
