@@ -62,6 +62,8 @@ def attach(
     if handle.models_differ:
 
         def save_mean(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
+            if handle.is_detached:  # the model is the mean
+                return
             (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
             weights[place] = state.mean_model()
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from ..algorithm import require
 from ..attaching import attach
-from ..comm import ProcessGroupCommunicator
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
@@ -51,7 +50,7 @@ class AttachStrategy(pl.Callback):
         self.handle: AveragerAttachment | None = None
         self._state: AllWorkersState | None = None
         self._mean = ExitStack()  # of workers, while the trainer validates
-        self._is_attached = self._has_failed = False
+        self._has_failed = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which Lightning has wrapped by now."""
@@ -68,7 +67,7 @@ class AttachStrategy(pl.Callback):
         )
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
         self._state = AllWorkersState(self.handle, pl_module, optimizers)
-        self._is_attached, self._has_failed = True, False
+        self._has_failed = False
         if isinstance(self.handle, GradientCompression):
             for one in optimizers:  # else their first step would find out
                 self.handle.check_optimizer(one)
@@ -108,13 +107,9 @@ class AttachStrategy(pl.Callback):
         # After an error other workers need not come here, so nothing is gathered.
         if self._state is None or self._has_failed:
             return
-        if self._is_attached:
-            if self._strategy.models_differ:
-                checkpoint["state_dict"] = self._state.mean_model()
-            checkpoint["thinwire"] = self._state.state_dict()
-        else:  # `save_checkpoint` after `fit`, which closed the handle's communicator
-            with ProcessGroupCommunicator() as comm:
-                checkpoint["thinwire"] = self._state.state_dict(comm)
+        if self._is_attached and self._strategy.models_differ:
+            checkpoint["state_dict"] = self._state.mean_model()
+        checkpoint["thinwire"] = self._state.state_dict()
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
@@ -125,7 +120,7 @@ class AttachStrategy(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate the mean of all workers."""
-        if self.handle is not None and self._is_attached and self._strategy.models_differ:
+        if self._is_attached and self._strategy.models_differ:
             self._mean.enter_context(self.handle.average_model())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -149,7 +144,10 @@ class AttachStrategy(pl.Callback):
         self._detach()
         self._has_failed = True
 
+    @property
+    def _is_attached(self) -> bool:
+        return self.handle is not None and not self.handle.is_detached
+
     def _detach(self) -> None:
         if self.handle is not None:
-            self._is_attached = False
             self.handle.detach()

@@ -105,6 +105,9 @@ class AveragerAttachment(Attachment):
         parameters: the parameters that take part, with their names.
         runtime: without a communicator, a new process group of the replicas, or of all workers, which `detach` closes.
 
+    Attributes:
+        is_detached: whether it averages no more.
+
     Raises:
         ValueError: the model is on the meta device, its parameters share memory, or it is sharded without `replicas`.
     """
@@ -136,7 +139,7 @@ class AveragerAttachment(Attachment):
         self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
         self._state: Any = None
         self._undo = ExitStack()
-        self._is_detached = False
+        self.is_detached = False
         if comm is not None and comm.is_elastic:
             self._require_elastic()
 
@@ -259,9 +262,9 @@ class AveragerAttachment(Attachment):
 
         Calling it again does nothing. While an exception propagates, as in a `finally`, it waits for no other worker.
         """
-        if self._is_detached:
+        if self.is_detached:
             return
-        self._is_detached = True  # first, so that an error below does not detach twice
+        self.is_detached = True  # first, so that an error below does not detach twice
         error = sys.exc_info()[1]
         try:
             if error is None:

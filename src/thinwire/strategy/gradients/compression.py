@@ -207,7 +207,7 @@ class GradientCompression(AveragerAttachment):
             self._warn_unused.detach()
         self._ready()  # `gradient_hook` is built before the workers can be connected
         assert self._rounds is not None
-        require(not self._is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
+        require(not self.is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
