@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..comm.ledger import broadcast_tree
@@ -14,9 +15,9 @@ class PeerMessages:
     sends: tuple[tuple[int, int], ...]
     receives: tuple[tuple[int, int], ...]
 
-    def shifted(self, by: int, size: int) -> PeerMessages:
-        """The same with peers whose rank is `by` higher."""
-        sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
+    def renamed(self, peer_of: Callable[[int], int]) -> PeerMessages:
+        """The same with another rank for each peer."""
+        sides = [tuple((peer_of(peer), n) for peer, n in side) for side in (self.sends, self.receives)]
         return PeerMessages(sides[0], sides[1])
 
 
