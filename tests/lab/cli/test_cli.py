@@ -189,6 +189,7 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
         (["train", "digit"], "unknown recipe 'digit'; did you mean 'digits'? See thinwire train --list"),
         (["train", "wikitext2"], "known ones: wikitext2-"),
         (["train", "zzzz"], "is like it; see thinwire train --list"),
+        (["train", "--list", "--nope"], "--list takes nothing else, got '--nope'; see thinwire train --help"),
         (["topology", "Zork()"], "; see thinwire list (at column 1"),
         (["list", "codec"], "unknown kind 'codec'; did you mean 'codecs'? See thinwire list --help"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
