@@ -161,6 +161,7 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--network", "alexnet"], "got 'alexnet'; the recipe chooses the model: thinwire train --list"),
         (["--no-listen"], "several workers that take no connections need a relay; leave --no-listen out"),
         (["--workers", "0"], "workers must be an integer, 1 or more, got 0"),
+        (["--threads", "1000000000000"], "threads must be an integer from 1 to 1024, got 1000000000000; see"),
         (["--workers", "two"], "--workers must be a whole number, got 'two'; see thinwire train digits --help"),
         (["--clip-norm", "much"], "--clip-norm must be a number, got 'much'; see"),
         (["--precision", "fp8"], "--precision must be one of 'fp32', 'bf16', 'fp16', got 'fp8'; see"),
