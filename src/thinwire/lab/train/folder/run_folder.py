@@ -66,8 +66,9 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
 def make_folder(config: RunConfig) -> Path:
     """Create the run's folder, or with `resume` or `overwrite` return the existing one.
 
-    A given name must be free; the default name gets a number if it is taken. A new folder is empty. `begin` removes an overwritten run, not this.
-    With `resume` the run in the folder must have the same configuration, but for the number of workers.
+    A given name must be free; the default name gets a number if it is taken. A new folder is empty. `begin` removes an
+    overwritten run, not this. With `resume` the run in the folder must have the same configuration, but for the number of
+    workers.
 
     Raises:
         ValueError: the folder is taken, belongs to another run, or cannot be created or written.
