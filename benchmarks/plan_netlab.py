@@ -113,7 +113,7 @@ def work(file: Path, parameters: int) -> None:
 
 def communication_seconds(comm: Communicator, strategy: tw.Gradients, parameters: int) -> float:
     """Of the slowest worker, in the round that other programs disturbed least."""
-    made = programs_of(strategy, tensors_of(parameters), comm.size, 1)
+    (made,) = programs_of(strategy, tensors_of(parameters), comm.size, 1)
     programs = [node[0].shifted(comm.rank, comm.size) for _, node in made]
     fastest, done, num_rounds = float("inf"), 0, ROUNDS
     while done < num_rounds:

@@ -805,3 +805,20 @@ def test_an_exchange_that_returns_no_finish_is_an_error_and_no_hang(monkeypatch)
         ValueError, match=r"rank \d: Endless.begin must return finish\(totals, dense_total\).*, got None"
     ):
         tw.LocalWorld(2).run(worker)
+
+
+@pytest.mark.parametrize("size", [4, 8])
+def test_scatter_reduce_means_16_bit_floats_whose_sum_overflows_with_the_bytes_of_an_all_reduce(size):
+    def worker(comm, exchange):
+        x = 6e4 - 1e3 * torch.rand(16, 16, generator=torch.Generator().manual_seed(comm.rank))
+        averager, tensors = tw.Mean(tw.Cast("float16"), exchange=exchange), [("x", x.clone())]
+        state, before = averager.init(tensors, comm), comm.ledger.bytes_sent
+        averager.step(state, tensors, comm).wait()
+        return x.double(), tensors[0][1].double(), comm.ledger.bytes_sent - before
+
+    scattered, reduced = (tw.LocalWorld(size).run(worker, name) for name in ("scatter_reduce", "all_reduce"))
+    mean = sum(x for x, _, _ in scattered) / size
+    for (_, result, sent), (_, overflown, sent_by_ring) in zip(scattered, reduced, strict=True):
+        # Rounded once by each worker and once by the owner, to 11 bits.
+        torch.testing.assert_close(result, mean, rtol=2 * 2.0**-11, atol=0)
+        assert overflown.isinf().all() and sent == sent_by_ring

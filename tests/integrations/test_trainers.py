@@ -334,39 +334,47 @@ def accelerate_saves_own_models(folder: Path) -> None:
     assert_equal(folder / "first" / "model.safetensors", folder / "second" / "model.safetensors")
 
 
-def accelerate_worker(comm: tw.comm.Communicator) -> tuple[list[Any], torch.Tensor, dict[str, Any]]:
-    """What a worker saves once its strategy is detached: the trainer's weights, the model, and the states."""
+def accelerate_worker(comm: tw.comm.Communicator, folder: Path) -> None:
+    """Save after `detach`, as a script that ends averaging first, and go on from it."""
+    from accelerate import Accelerator
+
     from thinwire.integrations.accelerate import attach
 
-    states: list[Any] = []
-    hooks: list[Any] = []
-    accelerator: Any = SimpleNamespace(
-        num_processes=2,
-        scaler=None,
-        register_for_checkpointing=states.append,
-        register_save_state_pre_hook=hooks.append,
-    )
-    model = nn.parallel.DistributedDataParallel(nn.Linear(2, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with attach(accelerator, model, optimizer, "Local(Mean(), every=4)"):
-        model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
+    rank = str(comm.rank)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
+    accelerator = Accelerator(cpu=True)
+    plain = nn.Linear(2, 1)
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+
+    def train(resume: bool) -> torch.Tensor:
+        strategy = attach(accelerator, model, optimizer, "Local(Mean(), every=3)")
+        if resume:
+            accelerator.load_state(str(folder))
+        optimizer.zero_grad()
+        accelerator.backward(model(torch.full((1, 2), 1.0 + comm.rank)).sum())
         optimizer.step()
-    weights = [model.state_dict()]
-    hooks[0]([model], weights, "")
-    return weights, model.module.weight.detach(), states[0].state_dict()
+        own = plain.weight.detach().clone()
+        strategy.detach()
+        if not resume:
+            accelerator.save_state(str(folder))
+            accelerator.wait_for_everyone()
+        return own
 
-
-def accelerate_saves_after_detaching() -> None:
-    workers = spawn(2, accelerate_worker)
-    keys = ["own of rank0", "own of rank1", "rank0", "rank1"]
-    assert [sorted(saved) for *_, saved in workers] == [keys, keys[1::2]]
-    for weights, ended, saved in workers:
-        assert torch.equal(weights[0]["module.weight"], ended)
-        assert all(torch.equal(saved[key]["model"]["weight"], ended) for key in saved if key.startswith("own"))
+    own = train(resume=False)
+    mean = plain.weight.detach().clone()
+    assert not torch.equal(own, mean)
+    assert torch.equal(weights(folder / "model.safetensors")["weight"], mean)
+    saved = torch.load(folder / "custom_checkpoint_0.pkl", weights_only=False)
+    assert saved.keys() == {"rank0", "rank1", "own of rank0", "own of rank1"}
+    accelerator._custom_objects.clear()  # of the first strategy
+    with torch.no_grad():
+        plain.weight.zero_()
+    torch.testing.assert_close(train(resume=True), mean - 0.1 * (1 + comm.rank))
 
 
 def accelerate_works(folder: Path) -> None:
-    accelerate_saves_after_detaching()
+    spawn(2, accelerate_worker, folder / "detached")
     accelerate_resumes(folder)
     accelerate_saves_own_models(folder / "own")
 

@@ -11,6 +11,8 @@ from helpers.states import leaves
 
 import thinwire as tw
 from thinwire import kernels
+from thinwire.average.mean.clip import clip_gradients
+from thinwire.comm.ledger import ring_all_reduce_bytes
 from thinwire.kernels.momentum import Buffers, Momentum
 from thinwire.memory import MomentumCorrection
 
@@ -348,6 +350,23 @@ def test_the_global_norm_is_that_of_all_workers():
         bound = 0.1 * math.sqrt(sum(float((g.double() ** 2).sum()) for g in gs) / 3)
         for g, memory in zip(gs, memories, strict=True):
             torch.testing.assert_close(memory[f"momentum.{name}"], g.clamp(-bound, bound))
+
+
+@pytest.mark.parametrize("magnitude", [1e-40, 1e-25, 1.0, 1e25, 1e36])
+def test_the_global_norm_of_tiny_and_huge_gradients_is_that_of_float64(magnitude):
+    clip = tw.average.ClipValueByGlobalNorm(0.1)
+
+    def worker(comm):
+        g = magnitude * torch.randn(40, generator=torch.Generator().manual_seed(comm.rank))
+        ((_, clipped),) = clip_gradients(clip, [("g", g)], comm, scale=1.0)
+        return g, clipped, comm.ledger.bytes_sent
+
+    results = tw.LocalWorld(3).run(worker)
+    bound = 0.1 * math.sqrt(sum(float(g.double().square().sum()) for g, _, _ in results) / 3)
+    for g, clipped, sent in results:
+        assert (g.abs() > bound).any() and sent == ring_all_reduce_bytes(3, 8)
+        # One unit in the last place, which of numbers below the normal ones is 2^-149.
+        torch.testing.assert_close(clipped.double(), g.double().clamp(-bound, bound), rtol=2.0**-23, atol=2.0**-149)
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ def test_a_program_shifted_to_another_rank_is_that_of_this_rank():
 def test_a_leader_and_one_member_stand_for_all_workers_of_a_node(exchange):
     averager = tw.Mean(SPARSE, tw.ErrorFeedback(), exchange=exchange)
     shapes = tuple(SHAPES)
-    ((_, programs),) = programs_of(tw.Gradients(averager), shapes, 8, 4)
+    (((_, programs),),) = programs_of(tw.Gradients(averager), shapes, 8, 4)
     assert list(programs) == record(on_nodes(averager, 4), shapes[::-1], range(4), 8, workers_per_node=4)
 
 
@@ -166,6 +166,66 @@ def test_the_bytes_of_a_plan_are_those_of_the_node_that_sends_most():
     line = Method("line", tw.Gossip(tw.Mix(tw.topology.Graph(((0, 1), (1, 2))))))
     _, num_bytes = predict_method(line, Workload((torch.Size([1000]),), 0.0), Network(3), NO_WORK)
     assert num_bytes == 2 * 4000
+
+
+def bytes_out(comm, averager, num_rounds, workers_per_node):
+    """What this worker sends to other nodes in so many rounds."""
+    tensors, sent = [(f"t{i}", torch.randn(shape)) for i, shape in enumerate(SHAPES)], []
+    state, exchange = averager.init(tensors, comm), comm._start_exchange
+
+    def counted(sends, receives):
+        node = comm.rank // workers_per_node
+        sent.extend(t.nbytes for peer, t in sends.items() if peer // workers_per_node != node)
+        return exchange(sends, receives)
+
+    comm._start_exchange = counted
+    for _ in range(num_rounds):
+        averager.step(state, tensors, comm).wait()
+    return sum(sent)
+
+
+IN_TIME = [
+    tw.PushSum(tw.topology.Exponential()),  # one peer, 1, 2 and 4 ranks away
+    tw.Mix(tw.topology.OddExponential()),
+    tw.Mix(tw.topology.Hierarchical(tw.topology.RandomPairs(num_steps=5), 2)),
+    tw.PushSum(tw.topology.Phases(((0, tw.Complete()), (1, tw.topology.Exponential())), steps_per_epoch=3)),
+]
+
+
+@pytest.mark.parametrize("averager", IN_TIME, ids=repr)
+def test_a_plan_has_the_mean_bytes_of_a_topology_that_varies_in_time(averager):
+    before, period = 3 if isinstance(averager.topology, tw.topology.Phases) else 0, averager.topology.period(8)
+    after, until = (tw.LocalWorld(8).run(bytes_out, averager, n, 4) for n in (before, before + period))
+    nodes = [sum(until[i : i + 4]) - sum(after[i : i + 4]) for i in (0, 4)]
+    _, planned = predict_method(
+        Method("gossip", tw.Gossip(averager)), Workload(tuple(SHAPES), 0.0), Network(8, 4), NO_WORK
+    )
+    assert planned == pytest.approx(max(nodes) / period) and planned > 0
+
+
+@pytest.mark.parametrize(("workers", "workers_per_node"), [(8, 4), (6, 1), (9, 3)])
+def test_a_plan_has_the_mean_bytes_of_random_pairs(workers, workers_per_node):
+    """Of an even number of workers those of any pairs, of an odd number those of the pairs that this seed draws."""
+    averager, period = tw.Mix(tw.topology.RandomPairs(num_steps=256)), 256
+    sent = tw.LocalWorld(workers).run(bytes_out, averager, period, workers_per_node)
+    nodes = [sum(sent[i : i + workers_per_node]) for i in range(0, workers, workers_per_node)]
+    _, planned = predict_method(
+        Method("pairs", tw.Gossip(averager)), Workload(tuple(SHAPES), 0.0), Network(workers, workers_per_node), NO_WORK
+    )
+    # The number of pairs between nodes varies by half of its mean, the mean of 256 draws by 3 %: three of these.
+    assert planned == pytest.approx(max(nodes) / period, rel=1e-9 if workers % 2 else 0.09)
+
+
+def test_a_plan_has_the_mean_seconds_of_a_topology_that_varies_in_time():
+    """Of 4 workers of a node, 1, 2 and 4 send to another node, over its one line."""
+    link, numel = Link(1e6), 1000
+    seconds, _ = predict_method(
+        Method("gossip", tw.Gossip(tw.Mix(tw.topology.Exponential()))),
+        Workload((torch.Size([numel]),), 0.0),
+        Network(8, 4, outer=link, inner=Link(1e12)),
+        NO_WORK,
+    )
+    assert seconds == pytest.approx((1 + 2 + 4) / 3 * 4 * numel / 1e6, rel=1e-3)
 
 
 def test_stages_of_several_buckets_are_in_flight_together():

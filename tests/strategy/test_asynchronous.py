@@ -585,6 +585,14 @@ def test_a_lone_worker_trains_as_alone():
 def test_an_odd_number_of_workers_is_a_mistake_of_all():
     errors = spawn(3, Worker, return_errors=True)
     assert all("number must be even" in str(error) for error in errors)
+    suggested = str(errors[0]).partition("workers, or ")[2]
+
+    def worker(comm):
+        model = torch.nn.Linear(2, 2)
+        with tw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), suggested, comm=comm) as handle:
+            return isinstance(handle.strategy, tw.Gossip)
+
+    assert tw.LocalWorld(3).run(worker) == [True] * 3
 
 
 def elsewhere(comm, name):

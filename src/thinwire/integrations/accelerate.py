@@ -62,9 +62,10 @@ def attach(
     if handle.models_differ:
 
         def save_mean(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
-            if not handle.is_detached:  # then the model is the mean
-                (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
-                weights[place] = state.mean_model()
+            if handle.is_detached:  # the model is the mean
+                return
+            (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
+            weights[place] = state.mean_model()
 
         accelerator.register_save_state_pre_hook(save_mean)
     return handle

@@ -89,9 +89,9 @@ class AllWorkersState(WorkerState):
     """Gathers every worker's state when it is saved, and gives each worker its own back when it is loaded.
 
     Trainers such as Accelerate and Lightning write the state of the main process alone, so the memory of all others would be
-    lost. With this object rank 0 holds the states of all workers when it saves: W times one worker's, which for error
+    lost. With this object it holds the states of all workers when it saves: W times one worker's, which for error
     feedback is W times the model in float32, and where models differ also W models and states of optimizers. Each other
-    worker sends its own to rank 0; the strategy's ledger counts that.
+    worker sends its own to the main process, which is rank 0 before any layout. The strategy's ledger counts that.
 
     Args:
         strategy, model, optimizers: as of `WorkerState`.
@@ -111,25 +111,26 @@ class AllWorkersState(WorkerState):
     """
 
     def state_dict(self) -> dict[str, Any]:
-        """On rank 0 the states of all workers, by rank; on each other worker its own. All workers call it together."""
+        """On the main process the states of all workers, by rank; on each other its own. All workers call it together."""
         own = super().state_dict()
         if not self._strategy.is_detached:
-            return self._gathered(own, self._strategy.comm)
+            return _gathered(own, self._strategy.comm)
         with ProcessGroupCommunicator() as comm:  # `detach` has closed the strategy's own
-            return self._gathered(own, comm)
+            return _gathered(own, comm)
 
-    def _gathered(self, own: dict[str, Any], comm: Communicator) -> dict[str, Any]:
-        payload = _pack(own)
-        # States differ in length, and `exchange` needs buffers of the right size.
-        sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()
-        if comm.rank:
-            comm.exchange({0: payload.to(comm.device)}, {}).wait()
-            return own
-        for rank in range(1, comm.size):
-            # One after the other: over NCCL they come to the GPU, which may have room for one.
-            buffer = debug.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device)
-            own |= _unpack(comm.exchange({}, {rank: buffer}).wait()[rank])
+
+def _gathered(own: dict[str, Any], comm: Communicator) -> dict[str, Any]:
+    payload, main = _pack(own), 0 if comm.layout is None else comm.layout.order.index(0)
+    # States differ in length, and `exchange` needs buffers of the right size.
+    sizes = comm.all_gather(torch.tensor([payload.numel()], device=comm.device)).wait()
+    if comm.rank != main:
+        comm.exchange({main: payload.to(comm.device)}, {}).wait()
         return own
+    for rank in (rank for rank in range(comm.size) if rank != main):
+        # One after the other: over NCCL they come to the GPU, which may have room for one.
+        buffer = debug.empty(int(sizes[rank]), dtype=torch.uint8, device=comm.device)
+        own |= _unpack(comm.exchange({}, {rank: buffer}).wait()[rank])
+    return own
 
 
 def _pack(state: dict[str, Any]) -> Tensor:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from .backend import backend_for
 
+MOST_THREADS = 1024  # each has a stack; more end the process
+
 
 def set_threads(number: int) -> None:
     """Let each call of a C++ kernel use up to `number` threads of this process; 1 by default.
@@ -19,7 +21,7 @@ def set_threads(number: int) -> None:
     Without the C++ kernels this has no effect; `torch.set_num_threads` then sets the threads of the reference.
 
     Raises:
-        ValueError: if `number` is less than 1.
+        ValueError: if `number` is less than 1 or above `MOST_THREADS`.
 
     Example:
         >>> from thinwire import kernels
@@ -28,8 +30,8 @@ def set_threads(number: int) -> None:
         2
         >>> kernels.set_threads(1)
     """
-    if number < 1:
-        raise ValueError(f"threads: expected at least 1, got {number}")
+    if not 1 <= number <= MOST_THREADS:
+        raise ValueError(f"threads must be an integer from 1 to {MOST_THREADS}, got {number}")
     if backend_for("cpu") == "cpu":
         from . import _native  # here, because the extension may be missing
 

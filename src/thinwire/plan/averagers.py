@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..average import Averager
 from ..average.mean.exchange import EXCHANGES, Exchange, find_exchange
+from ..topology import Topology
 
 
 def parts_of(averager: Averager) -> dict[str, Any]:
@@ -74,7 +76,7 @@ def on_nodes(averager: Averager, workers_per_node: int) -> Averager:
 
 def planned(averager: Averager, size: int) -> Averager:
     """An averager that is quicker to simulate and whose rounds take as long; itself if there is none."""
-    topology = parts_of(averager).get("topology")
+    topology = topology_of(averager)
     # Other averagers may refuse the topology, and must name the one that they were given.
     if topology is None or not averager.traits.mixes_plainly:
         return averager
@@ -84,5 +86,17 @@ def planned(averager: Averager, size: int) -> Averager:
 
 def is_circulant(averager: Averager, size: int, shift: int) -> bool:
     """Whether the pattern of messages is the same for all of `size` ranks, shifted by `shift`."""
-    topology = parts_of(averager).get("topology")
-    return topology is None or bool(topology.is_circulant(size, shift))
+    topology = topology_of(averager)
+    return topology is None or topology.is_circulant(size, shift)
+
+
+def topology_of(averager: Averager) -> Topology | None:
+    """Its topology, if it is a gossip averager."""
+    found: Topology | None = parts_of(averager).get("topology")
+    return found
+
+
+def rounds_of(averager: Averager, size: int) -> Sequence[int]:
+    """The rounds of a period, which repeat for ever: of a topology that varies in time its steps, else round 0 alone."""
+    topology = topology_of(averager)
+    return [0] if topology is None else topology.steps(size)[-topology.period(size) :]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..comm.ledger import broadcast_tree
@@ -16,9 +16,9 @@ class PeerMessages:
     sends: tuple[tuple[int, float], ...]
     receives: tuple[tuple[int, float], ...]
 
-    def shifted(self, by: int, size: int) -> PeerMessages:
-        """The same with peers whose rank is `by` higher."""
-        sides = [tuple(((peer + by) % size, n) for peer, n in side) for side in (self.sends, self.receives)]
+    def renamed(self, peer_of: Callable[[int], int]) -> PeerMessages:
+        """The same with another rank for each peer."""
+        sides = [tuple((peer_of(peer), n) for peer, n in side) for side in (self.sends, self.receives)]
         return PeerMessages(sides[0], sides[1])
 
 
@@ -28,9 +28,9 @@ class Steps:
 
     steps: tuple[PeerMessages, ...]
 
-    def shifted(self, by: int, size: int) -> Steps:
-        """The same with peers whose rank is `by` higher."""
-        return Steps(tuple(step.shifted(by, size) for step in self.steps))
+    def renamed(self, peer_of: Callable[[int], int]) -> Steps:
+        """The same with another rank for each peer."""
+        return Steps(tuple(step.renamed(peer_of) for step in self.steps))
 
 
 Moves = PeerMessages | Steps

@@ -9,14 +9,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import isqrt
+from statistics import fmean
 
 import torch
 
 from ..algorithm import require
 from ..average import Averager
 from ..strategy import AveragerAttachment, Averaging, Rhythm
+from ..topology import Hierarchical, Topology
 from ..topology.measured import shares
-from .averagers import has_leaders, is_circulant, is_uniform, planned, settings_of, uses_nodes
+from .averagers import has_leaders, is_circulant, is_uniform, planned, rounds_of, settings_of, topology_of, uses_nodes
 from .methods import BF16, DDP, OPTIMIZERS, Method, methods
 from .network import Network
 from .record import Program, record
@@ -94,7 +96,9 @@ def predict(
     candidates: Sequence[Method] | None = None,
     optimizer: str | None = None,
 ) -> list[Prediction]:
-    """Predict a training step of each method, the fastest first. A topology that varies in time counts with its first step.
+    """Predict a training step of each method, the fastest first.
+
+    A topology that varies in time counts with the mean over its period, of its last phase.
 
     Args:
         model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
@@ -207,19 +211,25 @@ def _round(
     network: Network,
     speeds: Speeds,
 ) -> tuple[float, float]:
-    """Seconds of a round with so much computation before it and beside it, and the bytes that a node sends to others."""
+    """Seconds of a round with so much computation before it and beside it, and the bytes that a node sends to others.
+
+    Both are means over the period of a topology.
+    """
     owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
     is_even = not network.uplinks
-    buckets = programs_of(strategy, shapes, network.workers, network.workers_per_node, is_even, owned)
-    total = sum(numel for numel, _ in buckets)
-    seconds = simulate(
-        network,
-        [Bucket(backward * numel / total, programs) for numel, programs in buckets],
-        forward,
-        speeds.seconds,
-        fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
-    )
-    return seconds, _most_bytes_out(network, [programs for _, programs in buckets])
+    rounds = programs_of(strategy, shapes, network.workers, network.workers_per_node, is_even, owned)
+    seconds = [
+        simulate(
+            network,
+            [Bucket(backward * numel / sum(n for n, _ in buckets), programs) for numel, programs in buckets],
+            forward,
+            speeds.seconds,
+            fold=all(len(programs) == network.workers_per_node for _, programs in buckets),
+        )
+        for buckets in rounds
+    ]
+    num_bytes = _most_bytes_out(network, [programs for buckets in rounds for _, programs in buckets])
+    return fmean(seconds), num_bytes / len(rounds)
 
 
 def _part(shape: torch.Size, num_parts: int) -> torch.Size:
@@ -263,8 +273,10 @@ def programs_of(
     workers_per_node: int,
     is_even: bool = True,
     owned: tuple[float, ...] = (),
-) -> list[tuple[int, tuple[Program, ...]]]:
-    """For each call of `step` in a round: its elements, and the programs of node 0, or of all ranks if nodes differ.
+) -> list[list[tuple[int, tuple[Program, ...]]]]:
+    """For each round of a topology's period, or for one round, the calls of `step` in it.
+
+    Of each call: its elements, and the programs of node 0, or of all ranks if nodes differ.
 
     Args:
         strategy: has an averager.
@@ -277,8 +289,9 @@ def programs_of(
     assert isinstance(averager, Averager), "one without rounds has no program"
     calls = [shapes * rhythm.copies] if averager.traits.whole_model or not rhythm.in_backward else ddp_buckets(shapes)
     # Equal buckets, as of repeated layers, are recorded once.
-    made = {call: tuple(_node(averager, call, workers, workers_per_node, is_even, owned)) for call in set(calls)}
-    return [(sum(shape.numel() for shape in call), made[call]) for call in calls]
+    made = {call: _node(averager, call, workers, workers_per_node, is_even, owned) for call in set(calls)}
+    numels = {call: sum(shape.numel() for shape in call) for call in made}
+    return [[(numels[call], made[call][i]) for call in calls] for i in range(len(made[calls[0]]))]
 
 
 def _node(
@@ -288,22 +301,46 @@ def _node(
     workers_per_node: int,
     is_even: bool,
     owned: tuple[float, ...],
-) -> Iterable[Program]:
-    """The programs of node 0; of all ranks if nodes differ.
+) -> list[tuple[Program, ...]]:
+    """For each round of a topology's period the programs of node 0; of all ranks if nodes differ.
 
     Where nodes do not matter, all workers do the same with peers as far away.
     """
     averager = planned(averager, workers)
-    if not is_even or not is_uniform(averager) or not is_circulant(averager, workers, workers_per_node):
-        return record(averager, shapes, range(workers), workers, workers_per_node, owned)
-    if averager.traits.gives_one_mean and not uses_nodes(averager):
+    are_alike = is_even and is_uniform(averager) and is_circulant(averager, workers, workers_per_node)
+    ranks, topology = range(workers_per_node if are_alike else workers), topology_of(averager)
+    if topology is not None and not isinstance(topology, Hierarchical):
+        return _gossiping(averager, topology, shapes, ranks, workers)
+    if are_alike and averager.traits.gives_one_mean and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers, workers_per_node)
         if not first.sums_by_hosts:
-            return (first.shifted(rank, workers) for rank in range(workers_per_node))
-    if has_leaders(averager):
+            return [tuple(first.shifted(rank, workers) for rank in ranks)]
+    if are_alike and has_leaders(averager):
         leader, *members = record(averager, shapes, range(min(2, workers_per_node)), workers, workers_per_node)
-        return [leader, *members * (workers_per_node - 1)]
-    return record(averager, shapes, range(workers_per_node), workers, workers_per_node)
+        return [(leader, *members * (workers_per_node - 1))]
+    rounds = rounds_of(averager, workers)
+    return [tuple(record(averager, shapes, ranks, workers, workers_per_node, owned, round)) for round in rounds]
+
+
+def _gossiping(
+    averager: Averager, topology: Topology, shapes: Sequence[torch.Size], ranks: Sequence[int], workers: int
+) -> list[tuple[Program, ...]]:
+    """For each round of the period the programs of these ranks.
+
+    Workers with as many neighbours of the same weights do the same, each with its own; so one of them is recorded.
+    """
+    known: dict[tuple[tuple[float | None, ...], ...], tuple[Program, list[int]]] = {}
+
+    def program(rank: int, round: int) -> Program:
+        near = topology.neighbours(rank, round, workers)
+        peers = [*near.sends, *(peer for peer in near.receives if peer not in near.sends)]
+        kind = tuple((near.sends.get(peer), near.receives.get(peer)) for peer in peers)
+        if kind not in known:
+            known[kind] = record(averager, shapes, [rank], workers, round=round)[0], peers
+        first, others = known[kind]
+        return first.renamed(dict(zip(others, peers, strict=True)).__getitem__)
+
+    return [tuple(program(rank, round) for rank in ranks) for round in rounds_of(averager, workers)]
 
 
 def ddp_buckets(shapes: Sequence[torch.Size]) -> list[tuple[torch.Size, ...]]:

@@ -93,14 +93,18 @@ class Program:
 
     def shifted(self, by: int, size: int) -> Program:
         """The program of the worker whose rank is `by` higher, if it does the same with peers as far away."""
-        stages = tuple(_shifted(stage, by, size) for stage in self.stages)
-        return replace(self, step=_shifted(self.step, by, size), stages=stages, wait=_shifted(self.wait, by, size))
+        return self.renamed(lambda peer: (peer + by) % size)
+
+    def renamed(self, peer_of: Callable[[int], int]) -> Program:
+        """The program of a worker that does the same with other peers, whose ranks `peer_of` gives."""
+        stages = tuple(_renamed(stage, peer_of) for stage in self.stages)
+        return replace(self, step=_renamed(self.step, peer_of), stages=stages, wait=_renamed(self.wait, peer_of))
 
 
-def _shifted(actions: Sequence[Action], by: int, size: int) -> tuple[Action, ...]:
+def _renamed(actions: Sequence[Action], peer_of: Callable[[int], int]) -> tuple[Action, ...]:
     broadcasts = any(bool(s.sends) != bool(s.receives) for a in actions if isinstance(a, Steps) for s in a.steps)
     require(not broadcasts, "a broadcast has a root, so workers differ; `is_uniform` of an exchange must be False then")
-    return tuple(a.shifted(by, size) if isinstance(a, PeerMessages | Steps) else a for a in actions)
+    return tuple(a.renamed(peer_of) if isinstance(a, PeerMessages | Steps) else a for a in actions)
 
 
 def record(
@@ -110,6 +114,7 @@ def record(
     size: int,
     workers_per_node: int = 1,
     shares: tuple[float, ...] = (),
+    round: int = 0,
 ) -> list[Program]:
     """The programs of some workers of `size` for one call of `step` with tensors of these shapes.
 
@@ -120,6 +125,7 @@ def record(
         size: number of workers.
         workers_per_node: how many consecutive ranks share a node.
         shares: which part each rank owns, where workers own parts; empty for equal parts.
+        round: which round, counted from 0, where a topology varies in time.
 
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
@@ -129,7 +135,7 @@ def record(
         mail: Mail = defaultdict(deque)
         tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
         recorders = [Recorder(rank, size, workers_per_node, shares) for rank in ranks]
-        return [_record(averager, tensors, recorder, mail, workers_per_node) for recorder in recorders]
+        return [_record(averager, tensors, recorder, mail, workers_per_node, round) for recorder in recorders]
 
     if adds_coordinates(averager):
         return on("cpu")
@@ -140,11 +146,13 @@ def record(
         return on("cpu")
 
 
-def _record(averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int) -> Program:
+def _record(
+    averager: Averager, tensors: NamedTensors, comm: Recorder, mail: Mail, workers_per_node: int, round: int
+) -> Program:
     actions = comm.actions
     stand_in = sized(averager, actions, workers_per_node)
     state = stand_in.init(tensors, comm)
-    state.clock = _Untimed()
+    state.clock, state.progress = _Untimed(), state.progress._replace(step=round)
     # `init` compares configurations, which is no part of a round.
     before = comm.ledger.snapshot()
     comm.begin(mail)

@@ -189,8 +189,8 @@ class Topology(Algorithm, ABC):
 
         Example:
             >>> from thinwire.topology import RandomPairs
-            >>> RandomPairs().planned(8).neighbours(rank=1, step=0, size=8).sends
-            {5: 0.5}
+            >>> [RandomPairs().planned(4).neighbours(rank=1, step=step, size=4).sends for step in range(3)]
+            [{2: 0.5}, {3: 0.5}, {0: 0.5}]
         """
         return self
 

@@ -35,7 +35,7 @@ class Bipartite(OddDistances):
         if size % 2:
             raise ValueError(
                 f"{self!r} cannot connect {size} workers: odd ranks are paired with even ranks, so their number "
-                f"must be even; use {size - 1} or {size + 1} workers, or Exponential()"
+                f"must be even; use {size - 1} or {size + 1} workers, or Gossip(Mix(Exponential()))"
             )
         super()._validate(size)
 

@@ -55,16 +55,17 @@ class RandomPairs(Topology):
         return Neighbours({peer: 0.5}, {peer: 0.5}, 0.5)
 
     def planned(self, size: int) -> Topology:
-        # Such pairs take as long as random ones and look alike from all ranks, so a plan needs to follow one only.
-        return self if size % 2 else _OppositePairs()
+        # They look alike from all ranks, so a plan needs to follow one only.
+        return self if size % 2 else _EachDistance()
 
 
 @dataclass(frozen=True, repr=False)
-class _OppositePairs(Circulant):
-    """Pairs of workers that are W/2 apart, for even W."""
+class _EachDistance(Circulant):
+    """One message to another worker in each step, to each as often as in random pairs: over all distances, or 64 of them."""
 
     def _groups(self, size: int) -> Groups:
-        return ((size // 2,),)
+        number = min(size - 1, 64)
+        return tuple((1 + i * (size - 2) // max(1, number - 1),) for i in range(number))
 
 
 @lru_cache(maxsize=MOST_STEPS)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import thinwire.lab.train.models as models
+from thinwire.lab.train.config import RunConfig
 from thinwire.lab.train.models import (
     GPT,
     VGG16,
@@ -25,6 +27,8 @@ from thinwire.lab.train.models import (
 )
 from thinwire.lab.train.models.decoding import IncrementalDecoder
 from thinwire.lab.train.models.transformer import BOS, EOS, PAD
+from thinwire.lab.train.step.image_sizes import check_image_sizes
+from thinwire.lab.train.step.training import built
 
 PUBLISHED = [
     (CIFARResNet(20, "identity"), 10, 269_722),  # arXiv 1512.03385, Table 6: 0.27 M, 0.46 M, 0.85 M, 1.7 M
@@ -73,6 +77,17 @@ def test_image_models_map_images_to_scores_and_every_parameter_gets_a_gradient(c
     scores.square().sum().backward()
     assert scores.shape == (2, 7) and scores.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in module.parameters())
+
+
+@pytest.mark.parametrize("width", [10**6, 10**12, 10**18], ids=str)
+@pytest.mark.parametrize("kind", [DigitsNet, ResNet9])
+def test_a_model_too_large_for_the_memory_is_one_line_with_its_option(kind, width):
+    line = f"a model of model.width {width} does not fit into memory; lower it"
+    with pytest.raises(ValueError, match=line):
+        built(RunConfig("digits", model=kind(width=width)), SimpleNamespace(num_classes=10))
+    if width > 10**6:  # nothing is allocated there
+        with pytest.raises(ValueError, match=line):
+            check_image_sizes(kind(width=width), 10, [(3, 32, 32)], [], bf16_on_cpu=False)
 
 
 def test_models_are_built_for_the_number_of_classes_that_the_data_has():

@@ -101,7 +101,7 @@ class ClipValueByGlobalNorm(Clip):
     """Limits every finite element to `factor * sqrt(1/W sum_i |g_i|^2)`, the norm of its tensor over all workers.
 
     It tames a worker whose gradient is out of proportion to those of the others. The norms of all tensors travel in one
-    all-reduce of one float32 each, before anything else is sent; so the whole model's gradients are needed at once, and
+    all-reduce of one float64 each, before anything else is sent; so the whole model's gradients are needed at once, and
     nothing overlaps with the backward pass.
 
     Args:
@@ -128,7 +128,7 @@ class ClipValueByGlobalNorm(Clip):
 
 
 def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale: float) -> NamedTensors:
-    """The clipped gradients, new tensors; with `needs_norms` one all-reduce of a float32 for each tensor.
+    """The clipped gradients, new tensors; with `needs_norms` one all-reduce of a float64 for each tensor.
 
     Args:
         clip: the rule.
@@ -141,9 +141,9 @@ def clip_gradients(clip: Clip, tensors: NamedTensors, comm: Communicator, scale:
     norms: list[float | None] = [None] * len(tensors)
     unscaled = [t.float() / scale for _, t in tensors]
     if clip.needs_norms:
-        # Squares in units of 1/W, so that the sum over workers overflows no sooner than one of them.
+        # In float64, squares of float32 values neither overflow nor vanish.
         squares = [torch.linalg.vector_norm(g, dtype=torch.float64).square() / comm.size for g in unscaled]
-        norms = comm.all_reduce(torch.stack(squares).float()).wait().double().sqrt().tolist()
+        norms = comm.all_reduce(torch.stack(squares)).wait().sqrt().tolist()
     clipped = [clip.apply(g, comm.size, norm) * scale for g, norm in zip(unscaled, norms, strict=True)]
     return [(name, g) for (name, _), g in zip(tensors, clipped, strict=True)]
 

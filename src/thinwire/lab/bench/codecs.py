@@ -25,6 +25,7 @@ from torch import Tensor
 from ... import kernels
 from ...algorithm import require
 from ...codec import Codec, Key
+from ...kernels.parallel import MOST_THREADS
 from ...options import require_integer
 from .parts import check_device, measure_parts, seconds_of
 from .rows import as_parsed, check_writable, print_rows, write_json
@@ -97,8 +98,9 @@ class CodecsBench:
 
     def __post_init__(self):
         require(self.megabytes * 1e6 >= 4, f"megabytes must be at least one float (4e-6), got {self.megabytes}")
-        for name, least in (("repetitions", 1), ("reference_repetitions", 0), ("threads", 1)):
-            require_integer(name, getattr(self, name), least)
+        require_integer("repetitions", self.repetitions, 1)
+        require_integer("reference_repetitions", self.reference_repetitions, 0)
+        require_integer("threads", self.threads, 1, MOST_THREADS)
         check_device(self.device)
 
     def run(self) -> list[dict[str, Any]]:

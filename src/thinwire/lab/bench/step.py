@@ -41,6 +41,7 @@ from ...comm.process_world import worker_context
 from ...comm.store import gathering
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
+from ...kernels.parallel import MOST_THREADS
 from ...options import require_integer, require_number
 from ..report.style import check_kind
 from . import timeline
@@ -116,8 +117,9 @@ class StepBench:
     """Draw one step of each method on rank 0, thread by thread, to this file (.svg or .png)."""
 
     def __post_init__(self):
-        for name in ("workers", "steps", "hidden", "layers", "batch_size", "threads"):
+        for name in ("workers", "steps", "hidden", "layers", "batch_size"):
             require_integer(name, getattr(self, name), 1)
+        require_integer("threads", self.threads, 1, MOST_THREADS)
         require_integer("warmup", self.warmup, 0)
         require_number("bucket_megabytes", self.bucket_megabytes, above=0, or_none=True)
         require(bool(self.strategies) or self.baselines, "nothing to measure: give --strategies or --baselines")

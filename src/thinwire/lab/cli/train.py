@@ -61,6 +61,8 @@ def train_command(options: list[str]) -> None:
     from ..train.start.environment import set_variables
 
     if recipe == "--list":
+        if options:
+            raise ValueError(f"--list takes nothing else, got {' '.join(options)!r}; see thinwire train --help")
         print(_listed(tasks()), end="")
         return
     known = recipes()

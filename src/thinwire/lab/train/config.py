@@ -15,6 +15,7 @@ from ...algorithm import require
 from ...attaching import strategy_of
 from ...comm.addresses import parse_address
 from ...comm.transport import Transport
+from ...kernels.parallel import MOST_THREADS
 from ...options import require_integer, require_number
 from ...plan import Link, Network
 from ...strategy import AveragerAttachment, Averaging
@@ -155,7 +156,7 @@ class RunConfig:
     disks and networks."""
     requeue: bool = False
     """Under SLURM: after SIGUSR1, requeue the job; with --resume the same command then continues the run."""
-    threads: int = _whole(1)
+    threads: int = _whole(1, most=MOST_THREADS)
     """Threads of each worker, for PyTorch and for the C++ kernels; more than 1 helps only with more cores than workers."""
 
     def __post_init__(self):

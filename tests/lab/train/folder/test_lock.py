@@ -62,6 +62,21 @@ def test_a_new_folder_is_held_too(tmp_path):
     assert [path.name for path in folder.iterdir()] == ["config.json"]
 
 
+def test_what_another_process_has_just_made_can_be_overwritten(tmp_path):
+    """Else neither has it: the other one, which is late to lock it, finds the lock held."""
+    (tmp_path / "run").mkdir()  # by the other one
+    late = (
+        "from pathlib import Path; from thinwire.lab.train.config import RunConfig; "
+        "from thinwire.lab.train.folder import run_folder; run_folder._claim = lambda folder, *_, **__: folder; "
+        "run_folder.held_folder(RunConfig('digits', output=Path(), name='run', seed=1)).__enter__()"
+    )
+    with held_folder(RunConfig("digits", output=tmp_path, name="run", overwrite=True)) as folder:
+        before = (folder / "config.json").read_bytes()
+        done = python("-c", late, cwd=tmp_path)
+        assert done.returncode == 1 and "belongs to a run that is under way" in done.stderr
+        assert (folder / "config.json").read_bytes() == before
+
+
 def test_children_do_not_inherit_the_lock(tmp_path):
     with locked(tmp_path):
         child = subprocess.Popen(["sleep", "60"], close_fds=False)

@@ -19,7 +19,7 @@ from thinwire.lab.report import read_run
 from thinwire.lab.report.tables import times
 from thinwire.lab.train import RunConfig, WorkerError, train
 from thinwire.lab.train.data import Digits, Images, PlainText, Split, num_batches, shard, uneven_shard
-from thinwire.lab.train.folder.run_folder import begin, make_folder
+from thinwire.lab.train.folder.run_folder import begin, held_folder, make_folder
 from thinwire.lab.train.loss import Loss
 from thinwire.lab.train.models import GPT, DigitsNet
 from thinwire.lab.train.optimize import DGCSGD, SGD, Adam, LearningRateSchedule
@@ -183,8 +183,8 @@ def test_folders_of_our_own_naming_are_numbered_and_given_names_are_kept(tmp_pat
         f"digits-gradients-mean-seed0{end}" for end in ("", "-2", "-3")
     ]
     named = replace(config, name="mine")
-    folder = make_folder(named)
-    (folder / "metrics.jsonl").write_text("a night of work")
+    with held_folder(named) as folder:
+        (folder / "metrics.jsonl").write_text("a night of work")
     with pytest.raises(ValueError, match="--overwrite"):
         make_folder(named)
     (folder / "worker-1-error.txt").write_text("of another time")

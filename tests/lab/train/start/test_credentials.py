@@ -11,6 +11,7 @@ from helpers.keys import keys_of
 
 from thinwire.comm.tls import keys
 from thinwire.lab.train.config import RunConfig
+from thinwire.lab.train.shared_errors import SharedError
 from thinwire.lab.train.start import connect, launch, spawn
 from thinwire.lab.train.start.connect import meeting_store, warn_if_open
 from thinwire.lab.train.start.environment import Environment
@@ -59,7 +60,8 @@ def test_keys_come_from_the_environment_and_say_where_an_elastic_run_meets(tmp_p
 def test_torchruns_own_store_is_refused_with_keys(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     environment = Environment("torchrun", 0, 2, 0, 1, "127.0.0.1", 29500)
-    with pytest.raises(ValueError, match="torchrun's own store answers everybody; with credentials, start each"):
+    # One that all workers raise, so that rank 0 tells it for all.
+    with pytest.raises(SharedError, match="torchrun's own store answers everybody; with credentials, start each"):
         meeting_store(environment, keys_of(tmp_path, "a")[0])
 
 

@@ -53,6 +53,8 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
             made = make_folder(config)
             if not exists:
                 lock.enter_context(locked(made))
+            if not (made / "config.json").exists():
+                write_json(made / "config.json", config.as_dict())
         try:
             yield made
         except ValueError:
@@ -64,8 +66,9 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
 def make_folder(config: RunConfig) -> Path:
     """Create the run's folder, or with `resume` or `overwrite` return the existing one.
 
-    A given name must be free; the default name gets a number if it is taken. `begin` removes an overwritten run, not this.
-    With `resume` the run in the folder must have the same configuration, but for the number of workers.
+    A given name must be free; the default name gets a number if it is taken. A new folder is empty. `begin` removes an
+    overwritten run, not this. With `resume` the run in the folder must have the same configuration, but for the number of
+    workers.
 
     Raises:
         ValueError: the folder is taken, belongs to another run, or cannot be created or written.
@@ -73,7 +76,7 @@ def make_folder(config: RunConfig) -> Path:
     folder = folder_of(config)
     with _writing(config):
         if (config.resume or config.overwrite) and folder.exists():
-            is_run = (folder / "config.json").is_file()
+            is_run = (folder / "config.json").is_file() or _is_empty(folder)
             require(config.resume or is_run, f"{str(folder)!r} is not a run; --overwrite leaves it alone")
             if config.resume:
                 check_same_run(config, folder)
@@ -81,12 +84,11 @@ def make_folder(config: RunConfig) -> Path:
                 report.unlink(missing_ok=True)
             return folder
         if config.resume:  # several tasks of an elastic run may make it at once
-            made = folder
-            made.mkdir(parents=True, exist_ok=True)
-        else:
-            made = _claim(folder, config.suffix, numbered=config.name is None)
-        write_json(made / "config.json", config.as_dict())
-        return made
+            folder.mkdir(parents=True, exist_ok=True)
+            write_json(folder / "config.json", config.as_dict())
+            return folder
+        # It stays empty until it is locked: of several that overwrite one name at once, any may get the lock.
+        return _claim(folder, config.suffix, numbered=config.name is None)
 
 
 def begin(config: RunConfig, folder: Path) -> None:
@@ -121,6 +123,11 @@ def require_shared(folder: Path) -> None:
 
 def _writing(config: RunConfig) -> AbstractContextManager[None]:
     return able_to(f"write to the output folder {str(config.output)!r}", "choose another with --output")
+
+
+def _is_empty(folder: Path) -> bool:
+    """Whether it holds nothing but what a run that has just begun leaves there for a moment."""
+    return all(path.name == LOCK or path.name.endswith(".tmp") for path in folder.iterdir())
 
 
 def _claim(folder: Path, suffix: str, numbered: bool) -> Path:
@@ -163,9 +170,8 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
     Raises:
         ValueError: a field differs, or the folder is no run.
     """
-    names = {path.name for path in folder.iterdir()}
-    is_empty = all(name == LOCK or name.endswith(".tmp") for name in names)
-    require("config.json" in names or is_empty, f"{str(folder)!r} is not a run; choose another --name")
+    is_run = (folder / "config.json").is_file() or _is_empty(folder)
+    require(is_run, f"{str(folder)!r} is not a run; choose another --name")
     if (folder / "metrics.jsonl").exists():
         check_same(config, load_json_object(folder / "config.json"), folder)
     described = last_described(folder / "checkpoints")

@@ -9,8 +9,12 @@ batch to batch. As in other modules, weights come from PyTorch's global generato
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -45,6 +49,34 @@ def apply(module: nn.Module, inputs: tuple[Tensor, ...], state: Any = None) -> t
     found = f"a tuple of {len(output)}" if isinstance(output, tuple) else f"a {type(output).__name__}"
     require(is_right, f"the model must return scores, a tensor, or (scores, state) if it is recurrent; got {found}")
     return scores, next(iter(states), None)
+
+
+@contextmanager
+def within_memory(model: Model) -> Iterator[None]:
+    """Context in which a model is built.
+
+    Raises:
+        ValueError: it is too large for the memory.
+
+    Example:
+        >>> from thinwire.lab.train.models import DigitsNet
+        >>> with within_memory(model := DigitsNet(width=10**12)):
+        ...     model.build(10)
+        Traceback (most recent call last):
+        ValueError: a model of model.width 1000000000000 does not fit into memory; lower it
+    """
+    try:
+        yield
+    except (RuntimeError, TypeError, MemoryError) as error:
+        # PyTorch has no class of its own for "Storage size calculation overflowed" and "can't allocate memory".
+        if not isinstance(error, MemoryError) and not re.search(
+            r"overflow|allocate memory|out of memory", str(error), re.I
+        ):
+            raise
+        values = [(one.name, getattr(model, one.name)) for one in fields(cast(Any, model))]
+        sizes = [f"model.{name} {value}" for name, value in values if type(value) is int]
+        lower = "lower it" if len(sizes) == 1 else "lower these"
+        raise ValueError(f"a model of {', '.join(sizes)} does not fit into memory; {lower}") from None
 
 
 def num_parameters(module: nn.Module) -> int:

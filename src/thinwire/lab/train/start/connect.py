@@ -268,11 +268,12 @@ def _await_first(host: str, port: int, seconds: float) -> str:
 
 
 def _encrypted_store(environment: Environment, credentials: Credentials) -> dist.Store:
-    require(
-        not torchrun_has_store(),
-        "torchrun's own store answers everybody; with credentials, start each worker with RANK, WORLD_SIZE, MASTER_ADDR and "
-        "MASTER_PORT instead, or use --elastic without torchrun",
-    )
+    with same_error_on_all():
+        require(
+            not torchrun_has_store(),
+            "torchrun's own store answers everybody; with credentials, start each worker with RANK, WORLD_SIZE, MASTER_ADDR "
+            "and MASTER_PORT instead, or use --elastic without torchrun",
+        )
     host, port = _meeting_place(environment, credentials)
     if host != environment.master_address:
         os.environ["MASTER_ADDR"] = host  # `own_address` takes the interface that reaches it

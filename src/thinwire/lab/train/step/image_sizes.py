@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from ..data.base import Shape
 from ..models import Model
+from ..models.base import within_memory
 
 WINDOWED = (nn.Conv2d, nn.MaxPool2d, nn.AvgPool2d)
 MAX_SIDE = 512  # where the search for a sufficient image size ends
@@ -51,7 +52,7 @@ def check_image_sizes(
     """
     if not train and not test:
         return []
-    with torch.device("meta"):
+    with torch.device("meta"), within_memory(model):
         # In training, batch-norm refuses one value per channel, as of a 1x1 image.
         network = model.build(num_classes).eval()
     warnings = []

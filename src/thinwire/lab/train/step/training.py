@@ -19,6 +19,7 @@ from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Batch, Dataset
 from ..models import apply
+from ..models.base import within_memory
 from ..optimize import DGCSGD, set_learning_rate
 from .virtual import VirtualTime
 
@@ -277,7 +278,9 @@ def built(
         ValueError: they are none, or no parameter is trained.
     """
     torch.manual_seed(config.seed)
-    model, name = config.model.build(data.num_classes), type(config.model).__name__
+    with within_memory(config.model):
+        model = config.model.build(data.num_classes)
+    name = type(config.model).__name__
     require(isinstance(model, nn.Module), f"{name}.build must return an nn.Module, got {model!r:.100}")
     require(any(p.requires_grad for p in model.parameters()), f"the model of {name} has no parameter that is trained")
     optimizer, name = config.optimizer.build(model.to(device)), type(config.optimizer).__name__
