@@ -136,6 +136,7 @@ class ProcessGroupCommunicator(Communicator):
         self._issuer.close()
         self._issuer.join()
         self._later.end()  # the issuing thread gives it work
+        self._sums = None  # it refers to this object, which would keep connections open until garbage is collected
         with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
