@@ -51,9 +51,14 @@ def connect(
     comm = ProcessGroupCommunicator(group, timeout_seconds, device)
     if transport != "auto" or comm.size == 1:
         return comm
-    if not comm.all_true(on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback):
+    if not comm.all_true(on_cpu and has_own_connections()):
         # The question above is no traffic of the run.
         comm.ledger = Ledger(comm.size)
         return comm
     with comm:
         return TcpCommunicator.met_over(comm, timeout_seconds, credentials=Credentials.from_environment())
+
+
+def has_own_connections() -> bool:
+    """Whether this worker can take connections of our own: the extension was built, and a network reaches it."""
+    return is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback

@@ -24,9 +24,9 @@ from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.sockets import keep_trying
 from ....comm.store import connected_store, gathering, listening_store
-from ....comm.tcp import TcpCommunicator, is_available
+from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import TlsStore
-from ....comm.transport import connect
+from ....comm.transport import connect, has_own_connections
 from ....messages import error_place, error_text
 from ..config import RunConfig
 from ..device import choose_device
@@ -383,9 +383,8 @@ def choose_backend(
     if name == "tcp":
         require(on_cpu, f"transport 'tcp' sends from main memory, got device {device}; choose --transport auto")
         return "tcp"
-    can_own = on_cpu and is_available() and not ipaddress.ip_address(own_address()[1]).is_loopback
     gather = gathering(store, environment.rank, environment.size, SECONDS)
-    found = gather([gpu_for_nccl(device), can_own])
+    found = gather([gpu_for_nccl(device), on_cpu and has_own_connections()])
     gpus = [gpu for gpu, _ in found]
     without = [rank for rank, gpu in enumerate(gpus) if gpu is None or gpus.count(gpu) > 1]
     require(
