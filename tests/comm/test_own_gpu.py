@@ -145,7 +145,7 @@ def test_sharded_models_connect_on_their_device(module, connects, monkeypatch):
 class OnGpus(SimpleNamespace):
     """One of two workers whose group sends from GPUs only; "meta" takes their place."""
 
-    size, device = 2, torch.device("meta")
+    size, device, layout = 2, torch.device("meta"), None
 
     def all_gather(self, tensor):
         assert tensor.device == self.device
@@ -163,7 +163,8 @@ def test_the_state_of_all_workers_travels_on_the_communicators_device(rank):
 
     comm = OnGpus(rank=rank, payload=_pack({"rank1": {"memory": torch.ones(3)}}))
     with torch.device("meta"):
-        strategy = SimpleNamespace(comm=comm, models_differ=False, state_dict=lambda: {f"rank{rank}": {}})
+        own = {f"rank{rank}": {}}
+        strategy = SimpleNamespace(comm=comm, models_differ=False, is_detached=False, state_dict=lambda: own)
         state = AllWorkersState(strategy, torch.nn.Linear(1, 1), []).state_dict()
     assert state.keys() == ({"rank0", "rank1"} if rank == 0 else {"rank1"})
     if rank == 0:
