@@ -476,7 +476,7 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-0"))
     monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
-    monkeypatch.setattr(connect, "own_address", lambda: (socket.AF_INET, "192.0.2.1"))
+    monkeypatch.setattr(connect, "has_own_connections", lambda: True)
     environment, store = Environment("srun", 0, 2, 0, 2, "127.0.0.1", 29500), dist.HashStore()
     store.set("thinwire/1/1", json.dumps(others))  # what the other worker has
     try:
@@ -489,7 +489,7 @@ def test_nccl_is_for_workers_who_all_have_a_gpu_of_their_own(asked, device, othe
 def test_over_our_own_connections_no_process_group_is_made(transport, monkeypatch, tmp_path):
     """Five were: each costs several round trips for every worker, which took ten seconds for four on a long line."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setattr(connect, "own_address", lambda: (socket.AF_INET, "192.0.2.1"))
+    monkeypatch.setattr(connect, "has_own_connections", lambda: True)
     for name in ("init_process_group", "new_group"):
         monkeypatch.setattr(dist, name, Mock(side_effect=AssertionError(name)))
     config, store = RunConfig("digits", workers=2, transport=transport, output=tmp_path), dist.HashStore()
