@@ -438,16 +438,20 @@ def test_an_error_waits_for_no_other_worker():
 def is_aborted_while_it_sums(comm) -> str:
     """The error of an operation of which the next messages are begun after the end; other operations were under way."""
     retire()
-    began = threading.Event()
+    began, store = threading.Event(), dist.distributed_c10d._get_default_store()
 
     def slow(terms: list[torch.Tensor], out: torch.Tensor) -> None:
         began.set()
-        wait_until(lambda: not comm._endpoint._alive, "the end")
+        if comm.rank:  # so that rank 0 waits for its sum
+            store.wait(["aborted"])
+        else:
+            wait_until(lambda: not comm._endpoint._alive, "the end")
 
-    handle = comm.reduce(torch.ones(1000), slow) if comm.rank == 0 else comm.reduce(torch.ones(1000))
+    handle = comm.reduce(torch.ones(1000), slow)
     if comm.rank == 0:
         assert began.wait(60)
         comm.abort()
+        store.set("aborted", "")
     with pytest.raises(CommunicationError) as failed:
         handle.wait()
     return str(failed.value)
