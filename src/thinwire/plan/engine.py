@@ -179,20 +179,13 @@ class Engine:
             self._send_next(rank, groups, operation)
 
         num_bytes, slots = sum(n for _, n, _ in group), [slot for _, _, slot in group]
-        self.at(self._transmit(rank, group[0][0], num_bytes, len(group), slots), left)
+        self.at(self._transmit(rank, group[0][0], num_bytes, slots), left)
 
-    def _transmit(
-        self,
-        rank: int,
-        peer: int,
-        num_bytes: float,
-        messages: float,
-        slots: Sequence[_Slot],
-    ) -> float:
-        """Put a message on the lines now; returns when it has left. It comes to all `slots` at once."""
+    def _transmit(self, rank: int, peer: int, num_bytes: float, slots: Sequence[_Slot]) -> float:
+        """Put a message for each slot on the lines now, as one; returns when they have left. They come at once."""
         link, out, into = self._path(rank, peer)
         leaving, coming = self._rates(link, rank, peer)
-        extra = messages * link.message_seconds
+        extra = len(slots) * link.message_seconds
         begin, end = out.take(self.now, num_bytes / leaving + extra, link.burst_bytes / leaving)
         taken = num_bytes / coming + extra, link.burst_bytes / coming
         # The receiver's line serves in the order of arrival, so it is taken only when the message gets there.
