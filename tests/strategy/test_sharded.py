@@ -143,7 +143,12 @@ def semantics_worker(comm):
             train(thin, comm.rank, steps=4, optimizer=optimizer)
             before = fingerprint(thin)
             if isinstance(handle, tw.strategy.ParameterGossip):
-                assert len(set(comm.gather_objects(handle.consensus_distance()))) == 1
+                distances = comm.gather_objects(handle.consensus_distance())
+                assert len(set(distances)) == 1
+                whole = torch.cat([t.full_tensor().double().reshape(-1) for t in thin.parameters()])
+                models = torch.tensor(comm.gather_objects(whole.tolist()), dtype=torch.float64)
+                apart = (models - models.mean(0)).square().sum(1).mean().sqrt().item()
+                assert distances[0] == pytest.approx(apart, rel=1e-12)
                 with handle.average_model():
                     assert replicas_are_equal(comm, mesh, thin)
                     held_mean = loss_of(thin)

@@ -9,9 +9,13 @@ import torch
 from torch import Tensor
 
 from ...comm import Communicator
+from ...kernels.random import mix_key, uniform
 from .joined import exchange_joined
 from .models import broadcast_from_zero, unexpanded, values_of
 from .shards import Replica
+
+SKETCH_SIZE = 1 << 14
+"""Numbers that stand for a model; larger => a finer distance, and more bytes."""
 
 
 def consensus_distance(
@@ -19,7 +23,9 @@ def consensus_distance(
 ) -> float:
     """How far workers are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`, with `mean = 1/W sum_i w_i z_i`.
 
-    All workers call it and get the same; costs an all-reduce of 8 bytes an element.
+    All workers call it and get the same. It costs an all-reduce of 128 KiB, however large the model is: workers send a
+    *count sketch* of z_i, a linear map S to 16,384 numbers, and |S d|^2 has the mean |d|^2 and a standard deviation of at most
+    1.1 % of it, so that the distance is off by about 0.5 %. It is exact up to 16,384 elements, and 0 between equal models.
 
     Args:
         tensors: this worker's z_i.
@@ -27,23 +33,39 @@ def consensus_distance(
         comm: connects the workers.
         shards: the workers that hold the other shards of the tensors; None for none.
 
-    Source: Kong et al. 2021, Consensus Control for Decentralized Deep Learning, arXiv 2102.04828.
+    Source: Kong et al. 2021, Consensus Control for Decentralized Deep Learning, arXiv 2102.04828; for the sketch, Charikar,
+    Chen and Farach-Colton, "Finding frequent items in data streams", ICALP 2002.
 
     Example:
         >>> import thinwire as tw
         >>> tw.LocalWorld(2).run(lambda comm: consensus_distance([torch.tensor([2.0 * comm.rank])], 1.0, comm))
         [1.0, 1.0]
     """
-    parts = [values_of(t).reshape(-1).to(torch.float64) for t in tensors]
-    z = torch.cat(parts)
-    mean = comm.all_reduce(z * weight).wait() / comm.size
-    squares = (z - mean).square()
+    groups = shards.grouped(tensors) if shards else [tensors]
+    sketches = torch.stack([_sketch(group) for group in groups])
+    mean = comm.all_reduce(sketches * weight).wait() / comm.size
+    squares = (sketches - mean).square().sum(dim=1)
     own = squares.sum()
-    if shards:  # the squares of all shards; elements that several of its workers hold count once
-        each = squares.split([part.numel() for part in parts])
-        own = own.new_tensor(shards.sum([part.sum() for part in each], tensors))
+    if shards:
+        own = own.new_tensor(shards.sum(list(squares), [group[0] for group in groups]))
     squared: float = comm.all_reduce(own.view(1)).wait().item()
     return float((squared / comm.size) ** 0.5)
+
+
+def _sketch(tensors: Sequence[Tensor]) -> Tensor:
+    """S z: each element, with a random sign, adds to one of `SKETCH_SIZE` numbers (float64).
+
+    No two of as many consecutive elements add to the same one, so that fewer elements keep their lengths; any two others do
+    with a probability of 1/`SKETCH_SIZE`.
+    """
+    z = torch.cat([values_of(t).reshape(-1) for t in tensors])
+    sketch = torch.zeros(SKETCH_SIZE, dtype=torch.float64, device=z.device)
+    for row, values in enumerate(z.split(SKETCH_SIZE)):
+        key = mix_key(0, 0, row)
+        sketch = sketch.roll(key % SKETCH_SIZE)
+        is_positive = uniform(key, len(values), z.device) < 0.5
+        sketch[: len(values)] += torch.where(is_positive, values, -values)
+    return sketch
 
 
 @contextmanager

@@ -195,6 +195,15 @@ class Replica:
             found.intersection_update(*comm.gather_objects(sorted(found)))
         return found
 
+    def grouped(self, tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+        """The tensors in groups: those of one lie on the same workers, equally many of which hold an element."""
+        groups: dict[Any, list[Tensor]] = {}
+        for t in tensors:
+            placed: Any = t
+            place = (placed.device_mesh, _num_copies(placed)) if is_sharded(t) else None
+            groups.setdefault(place, []).append(t)
+        return list(groups.values())
+
     def sum(self, values: Sequence[Tensor], of: Sequence[Tensor]) -> float:
         """The sum of `values` over all shards of this replica. Its workers call it together.
 

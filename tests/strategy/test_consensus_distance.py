@@ -1,0 +1,77 @@
+"""The distance of workers' models from their mean, which travels as a sketch."""
+
+import pytest
+import torch
+
+import thinwire as tw
+from thinwire.strategy.model.mean_model import SKETCH_SIZE, consensus_distance
+
+
+def exact(models, weights):
+    """The distance by its definition, in float64."""
+    z = torch.stack([torch.cat([t.double().reshape(-1) for t in model]) for model in models])
+    mean = (torch.tensor(weights, dtype=torch.float64).view(-1, 1) * z).sum(0) / len(models)
+    return (z - mean).square().sum(1).mean().sqrt().item()
+
+
+def measured(models, weights):
+    return tw.LocalWorld(len(models)).run(lambda comm: consensus_distance(models[comm.rank], weights[comm.rank], comm))
+
+
+def drawn(shape, seed, rows=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * rows
+
+
+# A model whose differences lie in few columns: they are a multiple of the sketch's size apart.
+COLUMNS = torch.zeros(1024)
+COLUMNS[[3, 700]] = 1.0
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        pytest.param(lambda rank: [drawn((300, 1000), rank)], id="random"),
+        pytest.param(lambda rank: [drawn((300, 1024), rank, COLUMNS)], id="columns"),
+        pytest.param(lambda rank: [torch.full((300_000,), float(rank)), drawn((7,), rank)], id="constant"),
+        pytest.param(lambda rank: [drawn((90, 1000), rank).bfloat16() for _ in range(3)], id="bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("weights", [(1.0, 1.0, 1.0), (0.5, 1.25, 1.25)], ids=str)
+def test_the_distance_of_large_models_is_within_five_standard_errors(model, weights):
+    models = [model(rank) for rank in range(3)]
+    distances = measured(models, weights)
+    assert len(set(distances)) == 1
+    assert distances[0] == pytest.approx(exact(models, weights), rel=5 * (2 * SKETCH_SIZE) ** -0.5)
+
+
+def test_the_square_of_the_distance_has_no_bias_and_the_spread_it_claims():
+    def ratio(seed):
+        models = [[drawn((2 * SKETCH_SIZE,), 2 * seed + rank)] for rank in range(2)]
+        return (measured(models, (1.0, 1.0))[0] / exact(models, (1.0, 1.0))) ** 2
+
+    ratios = torch.tensor([ratio(seed) for seed in range(200)], dtype=torch.float64)
+    # Two elements share each number: the square of a sum of two has a variance of 4 x^2 y^2.
+    spread = SKETCH_SIZE**-0.5
+    assert abs(ratios.mean() - 1) < 5 * spread / 200**0.5
+    assert 0.75 * spread < ratios.std() < 1.25 * spread
+
+
+def test_models_as_large_as_the_sketch_have_an_exact_distance():
+    models = [[drawn((100, 100), rank), drawn((SKETCH_SIZE - 10_000,), 9 + rank)] for rank in range(4)]
+    assert measured(models, [1.0] * 4)[0] == pytest.approx(exact(models, [1.0] * 4), rel=1e-12)
+
+
+def test_equal_models_have_no_distance():
+    assert measured([[drawn((70_000,), 1)]] * 4, [1.0] * 4) == [0.0] * 4
+
+
+def test_a_look_at_a_large_model_costs_a_few_kilobytes():
+    def worker(comm):
+        model = torch.nn.Linear(1000, 1000)
+        handle = tw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), tw.Gossip(tw.Mix()), comm=comm)
+        before = comm.ledger.bytes_sent
+        handle.consensus_distance()
+        return comm.ledger.bytes_sent - before
+
+    # An all-reduce of 2 (W-1)/W times 16,384 numbers of 8 bytes, and one of a number.
+    assert tw.LocalWorld(4).run(worker) == [3 * 8 * (SKETCH_SIZE + 1) // 2] * 4
