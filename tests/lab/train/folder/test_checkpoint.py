@@ -83,6 +83,7 @@ FOUR = replace(CONFIG, workers=4, batch_size=100)
 IN_FLIGHT = {"in flight": replace(FOUR, strategy="Gossip(PushSum(Exponential()), overlap=True, staleness=1)")}
 LOOSE = {"asynchronous": replace(FOUR, strategy="Asynchronous()")}
 STRICT = [*configs(Path()), *IN_FLIGHT]
+TIMED = ("second", "other_bytes_sent")  # stops send bytes too
 TRAFFIC = ("bytes_sent", "bytes_received", "messages", "dense_fp32_bytes")
 
 
@@ -126,11 +127,11 @@ def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
 
 
 def rows_of(folder: Path) -> list[dict]:
-    """All rows without times. While messages fly, it is a matter of time how many have been sent, but not at a checkpoint."""
+    """All rows without what times and stops change: messages in flight may be sent or not, but at a checkpoint all are."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     strategy = parse(json.loads((folder / "config.json").read_text())["strategy"])
     delayed = strategy.rhythm.delay > 0 and strategy.rhythm.every > 1
-    timed = [(*TRAFFIC, "second") if delayed and "test_loss" not in row else ("second",) for row in rows]
+    timed = [(*TRAFFIC, *TIMED) if delayed and "test_loss" not in row else TIMED for row in rows]
     return [
         {key: value for key, value in row.items() if not any(word in key for word in words)}
         for row, words in zip(rows, timed, strict=True)
@@ -142,7 +143,9 @@ def states_of(folder: Path) -> dict:
     states = {}
     for file in sorted((folder / "checkpoints" / f"step-{STEPS:06d}").glob("*.pt")):
         states |= flat(torch.load(file, weights_only=True), file.name)
-    return {name: value for name, value in states.items() if "seconds" not in name}
+    return {
+        name: value for name, value in states.items() if not any(word in name for word in ("seconds", "other_bytes"))
+    }
 
 
 def flat(value, name: str) -> dict:

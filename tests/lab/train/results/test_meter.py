@@ -18,12 +18,16 @@ def begin(encode: float) -> tuple[Meter, dict]:
     handle = SimpleNamespace(
         seconds={"encode": encode}, ledger=Ledger(1), num_skipped=2, models_differ=False, phases_in_step=("encode",)
     )
+    return meter_of(handle), handle.seconds
+
+
+def meter_of(handle, others: Ledger | None = None) -> Meter:
     data = SimpleNamespace(
         num_sums=4,
         checked_sums=lambda scores, labels: torch.ones(4),
         metrics=lambda sums: {"sum": sums[0].item()},
     )
-    return Meter(data, handle, VirtualTime()), handle.seconds
+    return Meter(data, handle, VirtualTime(), others)
 
 
 @pytest.fixture
@@ -78,3 +82,23 @@ def test_a_continued_row_also_has_what_the_row_before_it_has(now):
     ((first, both),) = LocalWorld(1).run(run)
     assert (first["sum"], first["encode_seconds"]) == (1.0, 1.5) and first["examples_per_second"] == pytest.approx(2.0)
     assert (both["sum"], both["encode_seconds"]) == (2.0, 3.0) and both["examples_per_second"] == pytest.approx(1.0)
+
+
+def test_a_row_has_all_bytes_that_rows_and_tests_have_sent_before_it_also_before_a_stop():
+    """Of three workers, each sends to two others: 100 bytes before the stop, and 10 after it, beside the rows themselves."""
+
+    def worker(comm):
+        handle = SimpleNamespace(seconds={}, ledger=Ledger(3), num_skipped=0, models_differ=False, phases_in_step=())
+        first = meter_of(handle, comm.ledger)
+        comm.all_gather(torch.zeros(100, dtype=torch.uint8)).wait()
+        saved = first.state_dict()
+        comm.barrier()  # of the restart, which does not count
+        second = meter_of(handle, comm.ledger)
+        second.load_state_dict(saved)
+        comm.all_gather(torch.zeros(10, dtype=torch.uint8)).wait()
+        rows = [second.row(comm)["other_bytes_sent"] for _ in range(2)]
+        return rows
+
+    row_bytes = 2 * 2 / 3 * (4 + 6) * 8  # an all-reduce of 2 (W-1)/W times the sums, four counts, examples and skips
+    for rows in LocalWorld(3).run(worker):
+        assert rows[0] == 220 and rows[1] == pytest.approx(220 + row_bytes, abs=1)

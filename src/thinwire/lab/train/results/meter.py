@@ -11,12 +11,12 @@ import torch
 from torch import Tensor
 
 from ....clock import Clock
-from ....comm import Communicator
+from ....comm import Communicator, Ledger
 from ....strategy import AveragerAttachment, OwnModelAttachment
 from ..data import Dataset
 from ..step.virtual import VirtualTime
 
-COUNTS = ("bytes_sent", "bytes_received", "messages")
+COUNTS = ("bytes_sent", "bytes_received", "messages", "other_bytes_sent")
 
 
 class Meter:
@@ -26,14 +26,19 @@ class Meter:
         data: turns sums into metrics.
         strategy: has the ledger and the clock.
         virtual: the clock of the modelled network.
+        other_ledger: of rows, tests and checkpoints; None if the strategy's own has them.
     """
 
-    def __init__(self, data: Dataset, strategy: AveragerAttachment, virtual: VirtualTime):
+    def __init__(
+        self, data: Dataset, strategy: AveragerAttachment, virtual: VirtualTime, other_ledger: Ledger | None = None
+    ):
         self._data, self._strategy, self._virtual = data, strategy, virtual
         self.virtual_seconds = 0.0
         """Of the run before a resume."""
         self._began = time.perf_counter()
         self._skipped_before = 0
+        self._other_ledger = other_ledger or Ledger(1)
+        self._other_bytes_before = -self._other_ledger.bytes_sent
         self.clock = Clock()
         """Times the phases "data" and "step"."""
         self._start_row()
@@ -67,7 +72,8 @@ class Meter:
         All workers call it equally often, though not at the same time. The row has no consensus distance.
         """
         now, ledger = time.perf_counter(), self._strategy.ledger
-        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._num_examples, self._num_skipped]
+        counts = [ledger.bytes_sent, ledger.bytes_received, ledger.messages, self._other_bytes_sent]
+        counts += [self._num_examples, self._num_skipped]
         # One message for all numbers of a row.
         summed = comm.all_reduce(torch.cat([self._sums, torch.tensor(counts, dtype=torch.float64)]))
         own = {"dense_fp32_bytes": ledger.dense_fp32_bytes, "seconds": now - self._began}
@@ -104,7 +110,8 @@ class Meter:
             "phase_seconds": self._phases_of_row(),
         }
         sums = {"sums": self._sums, "num_examples": self._num_examples, "num_skipped": self._num_skipped}
-        return took | sums | {"ledger": ledger.state_dict()} | self._all_virtual_seconds()
+        sent = {"ledger": ledger.state_dict(), "other_bytes_sent": self._other_bytes_sent}
+        return took | sums | sent | self._all_virtual_seconds()
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore the result of `state_dict`. Bytes sent for the restart do not count."""
@@ -114,6 +121,7 @@ class Meter:
         self._sums, self._num_examples = saved["sums"].clone(), saved["num_examples"]
         self._skipped_before = saved["num_skipped"]
         self._strategy.ledger.load_state_dict(saved["ledger"])
+        self._other_bytes_before = saved["other_bytes_sent"] - self._other_ledger.bytes_sent
         self.virtual_seconds = saved.get("virtual_seconds", 0.0)
 
     def _all_virtual_seconds(self) -> dict[str, float]:
@@ -138,7 +146,13 @@ class Meter:
             "num_examples": sum(one["num_examples"] for one in mine),
             "num_skipped": saved[0]["num_skipped"] if together else sum(one["num_skipped"] for one in mine),
         }
-        return saved[0] | sums | {"ledger": mean_ledger([one["ledger"] for one in saved])}
+        others = sum(one["other_bytes_sent"] for one in saved) // len(saved)
+        return saved[0] | sums | {"ledger": mean_ledger([one["ledger"] for one in saved]), "other_bytes_sent": others}
+
+    @property
+    def _other_bytes_sent(self) -> int:
+        """By this worker since the start of the run, before a resume too."""
+        return self._other_bytes_before + self._other_ledger.bytes_sent
 
     @property
     def _num_skipped(self) -> int:

@@ -63,6 +63,8 @@ COLUMNS = {
     "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
     "bytes_received": "likewise",
     "messages": "sent by a worker, likewise",
+    "other_bytes_sent": "bytes a worker sent since the start for all else: rows, tests, checkpoints; mean. In elastic runs 0: "
+    "bytes_sent has them",
     "dense_fp32_bytes": "that rank 0 would have sent so far with dense float32 collectives in every step",
     "examples_per_second": "of all workers together, since the last row",
     "seconds": "since the first step began",

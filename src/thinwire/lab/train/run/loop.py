@@ -146,7 +146,8 @@ class _Worker:
         self.training, self.strategy, self.checkpoints = training, training.strategy, folder / "checkpoints"
         self.at_rows = [callback for callback in callbacks if not isinstance(callback, EachStep)]
         self.at_steps = [callback for callback in callbacks if isinstance(callback, EachStep)]
-        self.meter = Meter(data, training.strategy, training.virtual)
+        others = None if workers.elastic is not None else workers.comm.ledger
+        self.meter = Meter(data, training.strategy, training.virtual, others)
         self.watchers: list[Any] = []
         self.trackers: list[Tracker] = []
         self.gradients: dict[str, Tensor] = {}
