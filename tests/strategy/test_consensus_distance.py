@@ -61,6 +61,14 @@ def test_models_as_large_as_the_sketch_have_an_exact_distance():
     assert measured(models, [1.0] * 4)[0] == pytest.approx(exact(models, [1.0] * 4), rel=1e-12)
 
 
+def test_the_look_at_a_small_model_costs_no_more_than_the_model_in_float64():
+    def worker(comm):
+        consensus_distance([drawn((100,), comm.rank)], 1.0, comm)
+        return comm.ledger.bytes_sent
+
+    assert tw.LocalWorld(2).run(worker) == [8 * 101] * 2
+
+
 def test_equal_models_have_no_distance():
     assert measured([[drawn((70_000,), 1)]] * 4, [1.0] * 4) == [0.0] * 4
 

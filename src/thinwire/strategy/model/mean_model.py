@@ -23,7 +23,7 @@ def consensus_distance(
 ) -> float:
     """How far workers are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`, with `mean = 1/W sum_i w_i z_i`.
 
-    All workers call it and get the same. It costs an all-reduce of 128 KiB, however large the model is: workers send a
+    All workers call it and get the same. It costs an all-reduce of at most 128 KiB, however large the model is: workers send a
     *count sketch* of z_i, a linear map S to 16,384 numbers, and |S d|^2 has the mean |d|^2 and a standard deviation of at most
     1.1 % of it, so that the distance is off by about 0.5 %. It is exact up to 16,384 elements, and 0 between equal models.
 
@@ -42,7 +42,9 @@ def consensus_distance(
         [1.0, 1.0]
     """
     groups = shards.grouped(tensors) if shards else [tensors]
-    sketches = torch.stack([_sketch(group) for group in groups])
+    joined = [torch.cat([values_of(t).reshape(-1) for t in group]) for group in groups]
+    size = min(SKETCH_SIZE, max(map(len, joined)))
+    sketches = torch.stack([_sketch(z, size) for z in joined])
     mean = comm.all_reduce(sketches * weight).wait() / comm.size
     squares = (sketches - mean).square().sum(dim=1)
     own = squares.sum()
@@ -52,17 +54,16 @@ def consensus_distance(
     return float((squared / comm.size) ** 0.5)
 
 
-def _sketch(tensors: Sequence[Tensor]) -> Tensor:
-    """S z: each element, with a random sign, adds to one of `SKETCH_SIZE` numbers (float64).
+def _sketch(z: Tensor, size: int) -> Tensor:
+    """S z: each element, with a random sign, adds to one of `size` numbers (float64).
 
-    No two of as many consecutive elements add to the same one, so that fewer elements keep their lengths; any two others do
-    with a probability of 1/`SKETCH_SIZE`.
+    No two of `size` consecutive elements add to the same number, so that the length of as many elements stays as it is. Any two
+    others do with a probability of 1/`size`.
     """
-    z = torch.cat([values_of(t).reshape(-1) for t in tensors])
-    sketch = torch.zeros(SKETCH_SIZE, dtype=torch.float64, device=z.device)
-    for row, values in enumerate(z.split(SKETCH_SIZE)):
+    sketch = torch.zeros(size, dtype=torch.float64, device=z.device)
+    for row, values in enumerate(z.split(size)):
         key = mix_key(0, 0, row)
-        sketch = sketch.roll(key % SKETCH_SIZE)
+        sketch = sketch.roll(key % size)
         is_positive = uniform(key, len(values), z.device) < 0.5
         sketch[: len(values)] += torch.where(is_positive, values, -values)
     return sketch

@@ -33,6 +33,7 @@ from thinwire.lab.train.results.trackers import SILENT_SECONDS, MLflow, Tracker,
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.start.watch import LAST_SECONDS, STOP_SECONDS
 from thinwire.lab.train.step.training import Training, check_clipping, prepare
+from thinwire.strategy.model.mean_model import SKETCH_SIZE
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
 CONFIG = RunConfig("digits", workers=1, batch_size=64, epochs=1, log_every=1, model=DigitsNet(width=4), optimizer=PLAIN)
@@ -52,6 +53,24 @@ def alone(tmp_path_factory):
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+def train_by_gossip(comm, folder: Path) -> int:
+    """Two epochs, each with a row, a test and a checkpoint; the bytes of all-reduces for these."""
+    loop.run(
+        replace(CONFIG, strategy="Gossip(Mix(Ring()))", epochs=2, log_every=1000, model=DigitsNet()),
+        folder,
+        comm,
+        NEVER,
+    )
+    return comm.ledger.collectives["all_reduce"].bytes_sent
+
+
+def test_a_test_and_the_checkpoint_after_it_compute_the_mean_model_once(tmp_path, cache):
+    sent = spawn(3, train_by_gossip, tmp_path)
+    parameters = sum(p.numel() for p in DigitsNet().build().parameters())
+    of_an_epoch = 4 / 3 * 8 * (SKETCH_SIZE + parameters)
+    assert all(2 * of_an_epoch < num_bytes < 2.1 * of_an_epoch for num_bytes in sent)
 
 
 def run_alone(config: RunConfig, folder: Path, comm) -> tuple[list[dict], dict]:

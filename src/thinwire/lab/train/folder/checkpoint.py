@@ -65,6 +65,7 @@ def save(
     comm: Communicator,
     origin: Position = START,
     position: dict[str, Any] | None = None,
+    shared: dict[str, Any] | None = None,
 ) -> bool:
     """Write the checkpoint of a step, unless it exists. All workers call this together, between two steps.
 
@@ -76,6 +77,7 @@ def save(
         comm: connects the workers.
         origin: where this number of workers began.
         position: of an elastic run in its data; plain values.
+        shared: the shared state of this step, where a test has computed the mean already.
 
     Returns:
         Whether this worker is the first of those that share its folder.
@@ -95,9 +97,9 @@ def save(
     is_first = number == next(n for n in numbers if elastic is None or n == number or _part(place, n).exists())
     if place is finished:
         return is_first
-    with training.strategy.average_model(comm):
+    with training.strategy.average_model(comm) if shared is None else contextlib.nullcontext():
         if is_first:
-            _write(unfinished / "shared.pt", training.shared_state())
+            _write(unfinished / "shared.pt", shared or training.shared_state())
             rounds = {"rounds": step} if elastic is None else elastic.state_dict()
             description = {"step": step, "row": row, "config": training.config.as_dict(), "workers": list(numbers)}
             write_json(unfinished / "checkpoint.json", description | {"origin": origin, "position": position} | rounds)

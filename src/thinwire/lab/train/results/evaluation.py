@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from torch import Tensor, nn
@@ -15,13 +16,22 @@ from ..state_files import damaged_file, read_state
 
 
 def evaluate(
-    config: RunConfig, data: Dataset, model: nn.Module, strategy: AveragerAttachment, comm: Communicator
+    config: RunConfig,
+    data: Dataset,
+    model: nn.Module,
+    strategy: AveragerAttachment,
+    comm: Communicator,
+    at_mean: Callable[[], object] = lambda: None,
 ) -> dict[str, float]:
     """Return the metrics of the data set, each with the prefix `test_`.
 
     If models are equal, each worker tests a part of the test set. If they differ, each worker tests its own model on all of it;
     `test_...` are the means over the workers, and `mean_model_test_...` the metrics of the mean model. Running statistics are
     averaged over the workers for the test.
+
+    Args:
+        config, data, model, strategy, comm: of the run.
+        at_mean: called while the model holds the mean, if models differ.
     """
     if not strategy.models_differ:
         with strategy.average_model(comm):
@@ -30,6 +40,7 @@ def evaluate(
     of_own = _metrics(data, comm.all_reduce(sums).wait())
     with strategy.average_model(comm):
         of_mean = _shared_out(config, data, model, comm)
+        at_mean()
     return _named("test_", of_own) | _named("mean_model_test_", of_mean)
 
 

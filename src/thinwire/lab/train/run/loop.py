@@ -22,6 +22,7 @@ given up are assigned again. Rows and checkpoints are made between two rounds. I
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -162,6 +163,7 @@ class _Worker:
             loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
         self.damaged = loaded.damaged
         self.state = RunState(loaded.step, dict(loaded.row))
+        self.tested_mean: dict[str, Any] | None = None  # the shared state of the test, for the checkpoint after it
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
             log.info(f"{text}; their memory is redistributed")
@@ -417,6 +419,7 @@ class _Worker:
 
     def _row(self, is_tested: bool, is_last: bool) -> None:
         """Make a row of metrics."""
+        self.tested_mean = None
         row = self._together(partial(self._collected, is_tested), is_last)
         if row is None:
             return
@@ -433,7 +436,10 @@ class _Worker:
     def _together(self, do: Callable[[Communicator], Result], is_last: bool) -> Result | None:
         """The result of all workers. If some die meanwhile: None, or of the last row this worker's own."""
         result = self.workers.between_rounds(partial(do, self.workers.comm))
-        return LocalWorld(1).run(do)[0] if result is None and is_last else result
+        if result is None and is_last:
+            result = LocalWorld(1).run(do)[0]
+            self.tested_mean = None
+        return result
 
     def _collected(self, is_tested: bool, comm: Communicator) -> dict[str, Any]:
         row = self._row_start() | self.meter.row(comm) | self._statistics()
@@ -449,7 +455,10 @@ class _Worker:
         return found if self.commits is None else found | self.commits.row_values()
 
     def _tested(self, comm: Communicator) -> dict[str, float]:
-        return evaluate(self.config, self.data, self.training.model, self.strategy, comm)
+        def keep() -> None:
+            self.tested_mean = copy.deepcopy(self.training.shared_state())
+
+        return evaluate(self.config, self.data, self.training.model, self.strategy, comm, keep)
 
     def _test_only(self) -> None:
         """Test the model after the last step, unless its row has a test already."""
@@ -467,8 +476,9 @@ class _Worker:
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
         self.is_first_here = checkpoint.save(
-            folder, step, self.training, self.meter, self.state.row, comm, origin, position
+            folder, step, self.training, self.meter, self.state.row, comm, origin, position, self.tested_mean
         )
+        self.tested_mean = None
         if self.is_first_here:
             metric = self.data.best_metric
             checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)
