@@ -13,10 +13,10 @@ Every file loads with `torch.load(weights_only=True)`, and the model in `shared.
 checkpoint is written to a temporary name and renamed once all parts are on disk, so that a crash leaves the previous one
 intact.
 
-All workers of a fixed number write to the same folder; on several machines they need a shared file system. Each worker of an
-elastic run writes to a folder of its own machine, which it may share with others: those whose parts it sees there. The first
-of these writes `shared.pt`. So folders may have different checkpoints. Each worker loads the newest one that it has, and the
-workers with the newest of all heal the others (`comm/elastic/healing.py`).
+Workers write to a folder of their own machine, or one that machines share; the first worker of each folder writes
+`shared.pt`. A fixed number of workers goes on from the newest checkpoint that all folders have. In an elastic run, folders may
+have different checkpoints, and a worker shares a folder with those whose parts it sees there. Each worker loads the newest one
+that it has, and the workers with the newest of all heal the others (`comm/elastic/healing.py`).
 
 If the last checkpoint is damaged, a run goes on from the newest whole one and says so. The damaged one is renamed to
 `damaged-step-000330`.
@@ -63,6 +63,7 @@ def save(
     meter: Meter,
     row: dict[str, Any],
     comm: Communicator,
+    keeps_folder: bool,
     origin: Position = START,
     position: dict[str, Any] | None = None,
     shared: dict[str, Any] | None = None,
@@ -75,6 +76,7 @@ def save(
         training, meter: the state to save.
         row: the last row of metrics.
         comm: connects the workers.
+        keeps_folder: whether this worker is the first of those that share its folder; an elastic one finds it out.
         origin: where this number of workers began.
         position: of an elastic run in its data; plain values.
         shared: the shared state of this step, where a test has computed the mean already.
@@ -94,7 +96,9 @@ def save(
         # All parts are there from now on; by them workers find who is first in a folder.
         comm.barrier()
     # Where a file system shows late what others have written, two workers write the same.
-    is_first = number == next(n for n in numbers if elastic is None or n == number or _part(place, n).exists())
+    is_first = keeps_folder
+    if elastic is not None:
+        is_first = number == next(n for n in numbers if n == number or _part(place, n).exists())
     if place is finished:
         return is_first
     with training.strategy.average_model(comm) if shared is None else contextlib.nullcontext():
@@ -107,6 +111,8 @@ def save(
     if is_first:
         # The entries of the folder must be on disk before its new name is.
         _to_disk(unfinished)
+        if elastic is None and finished.is_dir():  # from before a restart, at which another folder lacked it
+            shutil.rmtree(_hidden(finished))
         _rename(unfinished, finished)
         _to_disk(folder)
     return is_first
@@ -174,10 +180,16 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str, lower_is_bette
     for path in folder.glob(".step-*"):
         if (begun := _step_of(path)) is not None and begun < step:
             shutil.rmtree(path)  # of a run that was killed while it saved
+    for path in folder.glob(".old-*"):
+        shutil.rmtree(path)  # likewise
     for path in found:
         if path not in kept:
-            hidden = path.rename(folder / f".{path.name}")  # so that a partly removed checkpoint is not taken for one
-            shutil.rmtree(hidden)
+            shutil.rmtree(_hidden(path))
+
+
+def _hidden(path: Path) -> Path:
+    """The checkpoint under a name that is not taken for one, so that it can be removed file by file."""
+    return path.rename(path.with_name(f".old-{path.name}"))
 
 
 def _finished(folder: Path, last: float = math.inf) -> list[Path]:
@@ -299,7 +311,12 @@ class Loaded(NamedTuple):
 
 
 def load_latest(
-    folder: Path, training: Training, meter: Meter, comm: Communicator, started: Sequence[int] = ()
+    folder: Path,
+    training: Training,
+    meter: Meter,
+    comm: Communicator,
+    keeps_folder: bool,
+    started: Sequence[int] = (),
 ) -> Loaded:
     """Restore the newest whole checkpoint in place, if there is one. All workers call this together, before the first step.
 
@@ -310,13 +327,14 @@ def load_latest(
         folder: the run's `checkpoints`.
         training, meter: the state to restore.
         comm: connects the workers.
+        keeps_folder: whether this worker is the first of those that share its folder.
         started: in elastic runs, the numbers of the workers that were started with this one, itself among them.
 
     Raises:
         ValueError: on all workers, if all checkpoints are damaged, or the newest whole one is of another model or strategy.
     """
     mistakes: dict[str, str] = {}
-    while name := comm.gather_objects((latest(folder, mistakes) or Path()).name)[0]:
+    while name := _newest_of_all(folder, mistakes, comm, keeps_folder):
         path = folder / name
         try:
             found = run_on_all(comm, partial(_read_all, path, comm, started))
@@ -325,13 +343,31 @@ def load_latest(
                 mistakes[name] = str(error)
             continue
         run_on_all(comm, partial(_restore, path, found, training, meter, comm))
-        if mistakes and comm.rank == 0 and not comm.is_elastic:
+        if mistakes and keeps_folder and not comm.is_elastic:
             set_aside(folder, mistakes, path.name)
         values = found.description | {"workers": len(found.description["workers"]), "damaged": mistakes}
         return Loaded(*(values[name] for name in Loaded._fields))
     if mistakes and not comm.is_elastic:
         raise none_is_whole(folder, mistakes)
     return Loaded(comm.size, mistakes)
+
+
+def _newest_of_all(folder: Path, without: Collection[str], comm: Communicator, keeps_folder: bool) -> str:
+    """The name of the newest checkpoint that all folders have; "" if none has any."""
+    own = (
+        [path.name for path in _finished(folder) if path.name not in without]
+        if keeps_folder or comm.is_elastic
+        else None
+    )
+    found = {rank: names for rank, names in enumerate(comm.gather_objects(own)) if names is not None}
+    common = [name for name in found[0] if all(name in names for names in found.values())]
+    if common or not any(found.values()):
+        return common[-1] if common else ""
+    newest = ", ".join(f"worker {rank}: {names[-1] if names else 'none'}" for rank, names in found.items())
+    raise SharedError(
+        f"machines have no checkpoint in common (the newest in {folder}, {newest}); copy one to all of them, each with the "
+        "parts of its own workers, or remove the folders to begin again"
+    )
 
 
 def none_is_whole(folder: Path, mistakes: dict[str, str]) -> SharedError:
@@ -373,6 +409,10 @@ def _read_all(path: Path, comm: Communicator, started: Sequence[int]) -> _Found:
         owners, among = [numbers[comm.rank]], None
     else:
         owners, among = numbers, (comm.rank, comm.size)
+        missing = next((owner for owner in owners if not _part(path, owner).exists()), None)
+        if missing is not None:
+            remedy = "needs the parts of all in each folder; copy those of other machines, or start as many as before"
+            raise damaged_file(_part(path, missing), f"another number of workers {remedy}")
     return _Found(
         description, read_state(path / "shared.pt"), [read_state(_part(path, owner)) for owner in owners], among
     )

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import shutil
-import time
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ....algorithm import able_to, require
+from ....comm import Communicator
 from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
 from ...files import load_json_object, write_json
 from ..config import RunConfig
+from ..shared_errors import run_on_all
 from .checkpoint import last_described
 from .lock import LOCK, locked
 
@@ -24,8 +27,6 @@ FREE = {
     *("test_batch_size", "threads", "device", "check_every", "data.num_loaders"),
 }
 """Fields that may change in a resumed run, because they change its result only by rounding."""
-
-SEEN_SECONDS = 60.0  # after which a network file system shows on one machine what another one has made
 
 KEPT = ("config.json", LOCK)  # files that stay in an overwritten run
 
@@ -61,6 +62,47 @@ def held_folder(config: RunConfig) -> Iterator[Path]:
             if {path.name for path in made.iterdir()} <= {*KEPT}:
                 shutil.rmtree(made)
             raise
+
+
+def held_by_first(config: RunConfig, comm: Communicator, until: ExitStack) -> tuple[Path, bool]:
+    """Let the first worker of each machine, or of those that share the output folder, hold the run's folder there.
+
+    Worker 0 chooses the name. To find out who shares a folder, each worker leaves a file in its own, and looks for those of the
+    workers before it. All workers call this together.
+
+    Args:
+        config: of the run.
+        comm: connects the workers.
+        until: holds the folder, as `held_folder` does.
+
+    Returns:
+        The folder, and whether this worker is the first one there.
+
+    Raises:
+        SharedError: on all workers, if one cannot hold its folder.
+    """
+
+    def mark(rank: int) -> Path:
+        return config.output / f".{token}-{rank}"
+
+    def leave_mark() -> None:
+        with _writing(config):
+            config.output.mkdir(parents=True, exist_ok=True)
+            mark(comm.rank).touch()
+
+    def hold(named: RunConfig, is_holder: bool) -> Path | None:
+        return until.enter_context(held_folder(named)) if is_holder else None
+
+    made = run_on_all(comm, lambda: hold(config, comm.rank == 0))
+    name, token = comm.gather_objects(None if made is None else (made.name, uuid.uuid4().hex))[0]
+    try:
+        run_on_all(comm, leave_mark)
+        is_first = not any(mark(rank).exists() for rank in range(comm.rank))
+        named = replace(config, name=name.removesuffix(config.suffix))
+        run_on_all(comm, lambda: hold(named, is_first and comm.rank > 0))
+    finally:
+        mark(comm.rank).unlink(missing_ok=True)
+    return config.output / name, is_first
 
 
 def make_folder(config: RunConfig) -> Path:
@@ -103,22 +145,6 @@ def begin(config: RunConfig, folder: Path) -> None:
             for path in [path for path in folder.iterdir() if path.name not in KEPT]:
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         write_json(folder / "config.json", config.as_dict())
-
-
-def require_shared(folder: Path) -> None:
-    """Check that this worker sees the folder that the first one has made, to which each writes its part of a checkpoint.
-
-    Raises:
-        ValueError: it does not, as on a machine that does not share it.
-    """
-    deadline = time.monotonic() + SEEN_SECONDS
-    while not folder.is_dir():
-        require(
-            time.monotonic() < deadline,
-            f"the run's folder {str(folder)!r}, which worker 0 has made, is not there; workers of several machines need a "
-            "folder that they share: choose it with --output, or use --elastic",
-        )
-        time.sleep(0.1)
 
 
 def _writing(config: RunConfig) -> AbstractContextManager[None]:

@@ -45,7 +45,7 @@ from ..config import RunConfig
 from ..data import Dataset, load
 from ..device import choose_device
 from ..folder import checkpoint
-from ..folder.run_folder import begin, require_shared
+from ..folder.run_folder import begin
 from ..results.callbacks import Callback, EachStep, called
 from ..results.codec_statistics import codec_statistics, has_variance, own_gradients
 from ..results.evaluation import evaluate
@@ -77,16 +77,18 @@ def run(
     interruption: Interruption,
     callbacks: Sequence[Callback] = (),
     is_restart: bool = False,
+    keeps_folder: bool | None = None,
 ) -> None:
     """Train with this configuration and write the results to `folder`; all workers call this together.
 
     Args:
         config: of the run.
-        folder: of the run. In an elastic run on several machines, each machine writes its own metrics.
+        folder: of the run. Machines may share it, or have one each. In an elastic run, each machine writes its own metrics.
         comm: connects the workers. An elastic one must be new, without a round.
         interruption: signals to this worker.
         callbacks: see `callbacks.Callback`.
         is_restart: whether this worker replaces one of an elastic run that died.
+        keeps_folder: whether this worker is the first of those that share the folder; None if worker 0 is, or if elastic.
 
     Raises:
         Interrupted: a signal stopped the run; it can continue from its checkpoint.
@@ -97,7 +99,7 @@ def run(
     set_threads(config.threads)
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
-    workers = Workers(config, comm, is_restart)
+    workers = Workers(config, comm, is_restart, keeps_folder)
     data = run_on_all(comm, lambda: load(config.data))
     # Before its first round an elastic communicator connects one worker, itself.
     whole = run_on_all(comm, lambda: course(config, data, config.workers if comm.is_elastic else comm.size))
@@ -110,8 +112,7 @@ def run(
     if config.variance and not has_variance(training.strategy):
         why = f"{config.strategy} does not average gradients by a lossy codec without a vote, such as QSGD(bits=4)"
         warnings.append(f"--variance records nothing: {why}")
-    run_on_all(comm, lambda: begin(config, folder) if workers.is_first else None)
-    run_on_all(comm, lambda: None if comm.is_elastic else require_shared(folder))
+    run_on_all(comm, lambda: begin(config, folder) if workers.keeps_folder else None)
     if layout is not None and workers.is_first:
         write_json(folder / LAYOUT_FILE, asdict(layout))
     for warning in warnings if workers.is_first else []:
@@ -153,14 +154,16 @@ class _Worker:
         self.trackers: list[Tracker] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
-        self.is_first_here = False
+        self.is_first_here = workers.keeps_folder and workers.elastic is None
         self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
         if workers.begins_anew:
             loaded = checkpoint.Loaded(workers.comm.size)
         else:
-            loaded = checkpoint.load_latest(self.checkpoints, training, self.meter, workers.comm, workers.started)
+            loaded = checkpoint.load_latest(
+                self.checkpoints, training, self.meter, workers.comm, workers.keeps_folder, workers.started
+            )
         self.damaged = loaded.damaged
         self.state = RunState(loaded.step, dict(loaded.row))
         self.tested_mean: dict[str, Any] | None = None  # the shared state of the test, for the checkpoint after it
@@ -476,9 +479,20 @@ class _Worker:
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
         self.is_first_here = checkpoint.save(
-            folder, step, self.training, self.meter, self.state.row, comm, origin, position, self.tested_mean
+            folder,
+            step,
+            self.training,
+            self.meter,
+            self.state.row,
+            comm,
+            self.workers.keeps_folder,
+            origin,
+            position,
+            self.tested_mean,
         )
         self.tested_mean = None
+        if not comm.is_elastic:
+            comm.barrier()  # all folders have this checkpoint before one loses an older one
         if self.is_first_here:
             metric = self.data.best_metric
             checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)

@@ -32,26 +32,33 @@ class Workers:
         config: of the run.
         comm: connects the workers. An elastic one must be new, without a round.
         is_restart: whether this worker replaces one of an elastic run that died.
+        keeps_folder: whether this worker is the first of those that share the run's folder; None if worker 0 is, or of an
+            elastic run.
 
     Attributes:
         comm: connects the workers for metrics, tests and checkpoints.
         elastic: the same, if workers may come, go and die between two steps; else None.
         number: of this worker, which no other worker has.
-        is_first: whether this worker begins the run's folder.
+        is_first: whether this worker says what the run warns of.
+        keeps_folder: whether this worker begins the run's folder, and writes there what workers have in common.
         started: the numbers of the workers that were started with this one, itself among them.
         begins_anew: whether checkpoints in the folder may still be those of a run that this one replaces: elastic workers do
             not wait for the first one to empty it.
     """
 
-    def __init__(self, config: RunConfig, comm: Communicator, is_restart: bool):
+    def __init__(
+        self, config: RunConfig, comm: Communicator, is_restart: bool = False, keeps_folder: bool | None = None
+    ):
         self.comm, self.elastic = comm, comm if isinstance(comm, ElasticCommunicator) else None
         self._has_begun = False
         self._members: Members | None = None
         self._synchronized: Members | None = None
         self.number, self.is_first, self.started, self.begins_anew = comm.rank, comm.rank == 0, range(comm.size), False
+        self.keeps_folder = self.is_first if keeps_folder is None else keeps_folder
         if self.elastic is not None:
             self.number = self.elastic.number
             self.is_first = self.number == config.first_worker and not is_restart
+            self.keeps_folder = self.is_first
             self.begins_anew = config.overwrite and not is_restart
             self.started = range(config.first_worker, config.first_worker + config.workers)
             comm.check_agreement(shared_settings(config))

@@ -20,7 +20,7 @@ from ....comm import Credentials
 from ....comm.addresses import address_text
 from ..config import RunConfig
 from ..device import choose_device
-from ..folder.run_folder import finished_run, held_folder
+from ..folder.run_folder import finished_run, held_by_first, held_folder
 from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
 from ..run import loop
@@ -135,11 +135,10 @@ def _join(
         end = early_end(environment, on_stop)
         with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
             interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
-            made = run_on_all(comm, lambda: lock.enter_context(held_folder(config)) if rank == 0 else None)
-            folder = Path(comm.gather_objects(str(made))[0])
+            folder, keeps_folder = held_by_first(config, comm, lock)
             try:
                 run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
-                loop.run(config, folder, comm, interruption, callbacks)
+                loop.run(config, folder, comm, interruption, callbacks, keeps_folder=keeps_folder)
                 interruption.settle()
             except Interrupted as stop:
                 if rank == 0:
