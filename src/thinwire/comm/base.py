@@ -45,8 +45,9 @@ from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .compare import fingerprint, parsed, raise_disagreement
 from .handle import CommunicationError, Handle
-from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from .ledger import Ledger, broadcast_tree
 from .rounds import Rounds
+from .sums import Route
 
 if TYPE_CHECKING:
     from .layout import Layout
@@ -65,6 +66,7 @@ class Communicator(Rounds, ABC):
         global_ranks: the rank of each worker in torch.distributed; empty where workers are no processes of it.
         device: on which it can send anything: main memory, or this worker's GPU where the backend sends from GPUs only.
         layout: how its ranks lie on the lines, if these were measured; see `layout.py`.
+        route: of its all-reduces; see `sums.py`.
     """
 
     global_ranks: Sequence[int] = ()
@@ -74,6 +76,7 @@ class Communicator(Rounds, ABC):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.process = rank, size, os.getpid()
         self.ledger = Ledger(size)
+        self.route = Route(rank, range(size))  # each worker has a host of its own, unless a backend knows better
         self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
 
     # ---- operations ----
@@ -81,13 +84,11 @@ class Communicator(Rounds, ABC):
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum `tensor` over all workers, in place: x <- sum_r x_r. `wait()` returns it.
 
-        Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 2 (W-1) steps; see `ledger.py`.
+        Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 4 steps; see `sums.py`.
         """
         check.summable(self, tensor)
-        num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))
-        messages = 2 * (self.size - 1) if num_bytes else 0
-        start = partial(self._start_all_reduce, tensor.detach())
-        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes))
+        traffic = self.route.traffic(tensor.numel(), tensor.element_size())
+        return self._submit("all_reduce", [tensor], partial(self._start_all_reduce, tensor.detach()), tensor, traffic)
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES

@@ -40,7 +40,7 @@ from .handle import CommunicationError, reason_of
 from .ledger import Ledger
 from .numbered import Numbers
 from .side_streams import SideStreams
-from .sums import Sums
+from .sums import Route, Sums
 
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
@@ -124,7 +124,8 @@ class ProcessGroupCommunicator(Communicator):
             self.abandon()
             raise
         over = partial(post, partial(self._begin, dist.isend), partial(self._begin, dist.irecv), self._waiting)
-        return Sums(self.rank, hosts, over, Numbers(self.size), self._later)
+        self.route = Route(self.rank, hosts)
+        return Sums(self.route, over, Numbers(self.size), self._later)
 
     def reordered(self, order: Sequence[int]) -> ProcessGroupCommunicator:
         """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it."""

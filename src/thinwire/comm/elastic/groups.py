@@ -17,7 +17,7 @@ from ..exit import until_exit
 from ..gloo import Works, hang_up, post, wait_and_copy, wait_for_all
 from ..handle import CommunicationError, reason_of
 from ..numbered import Numbers, Wait
-from ..sums import Sums
+from ..sums import Route, Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
@@ -33,9 +33,11 @@ class Groups(ABC):
     Attributes:
         limit: how long to wait for a message between processors; it may be changed.
         nccl: what sends tensors between GPUs; None if they go through main memory.
+        route: of all-reduces between those that are connected.
     """
 
     nccl: Any = None
+    route: Route
 
     def __init__(self, timeout: timedelta):
         self.limit = self._timeout = timeout
@@ -121,7 +123,8 @@ class GlooGroups(Groups):
         self._gloo = group
         over = partial(post, partial(_begin, group.send), partial(_begin, group.recv), self._waiting)
         # Workers of one host are few; to find them would take a step in each round.
-        self._sums = Sums(rank, range(size), over, Numbers(size), Later())
+        self.route = Route(rank, range(size))
+        self._sums = Sums(self.route, over, Numbers(size), Later())
 
     def hang_up(self) -> None:
         if self.nccl is not None:
@@ -195,6 +198,7 @@ class TcpGroups(Groups):
                     listens=self._listens,
                     relay=self._relay,
                 )
+                self.route = self._comm.route
         except WrongContact as error:
             raise Missing([error.rank]) from error
 
