@@ -391,6 +391,22 @@ def test_the_ledger_holds_to_the_formulas(run, size):
         assert (ledger["dense_fp32_bytes"], ledger["dense_bf16_bytes"]) == (ring, ring // 2)
 
 
+def objects_of(comm, lengths: list[int]) -> tuple[list[str], int]:
+    """Texts of so many bytes in JSON, the quotes included, and the messages that this worker sent."""
+    own = "x" * (lengths[comm.rank % len(lengths)] - 2)
+    return comm.gather_objects(own), comm.ledger.collectives["gather_objects"].messages
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_small_objects_travel_in_one_step(run, size):
+    """On a long line, each step is half a round trip that a user waits for."""
+    for lengths in ([2, 256], [257, 256], [1000, 2, 300]):
+        of_rank = [lengths[rank % len(lengths)] for rank in range(size)]
+        for rank, (texts, messages) in enumerate(run(size, objects_of, lengths)):
+            assert texts == ["x" * (length - 2) for length in of_rank]
+            assert messages == (size - 1) * (1 + (of_rank[rank] > 256))
+
+
 def test_since_a_snapshot():
     ledger = Ledger(size=2)
     ledger.record("all_gather", 1, 10, 20)

@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from .layout import Layout
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
+LENGTH, FIRST_BYTES = struct.Struct("<q"), 256  # of the text, before what of it travels in the first step
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
 
 
@@ -173,14 +175,22 @@ class Communicator(Rounds, ABC):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return what every worker passed in, in rank order, after a round trip through JSON (tuples become lists). Blocks.
 
-        For small objects: sizes travel first, then the text. The ledger counts both.
+        For small objects: one step, and a second one if a text is longer than `FIRST_BYTES`. The ledger counts both.
         """
+
+        def gathered(text: bytes, sizes: list[int]) -> list[bytes]:
+            payload = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
+            return [bytes(one.tolist()) for one in self._gather("gather_objects", payload, sizes).wait()]
+
         text = json.dumps(obj).encode()
-        payload = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(text)], device=self.device)
-        lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
-        texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
-        return [parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
+        first, rest = LENGTH.pack(len(text)) + text[:FIRST_BYTES], text[FIRST_BYTES:]
+        texts = gathered(first.ljust(LENGTH.size + FIRST_BYTES), [LENGTH.size + FIRST_BYTES] * self.size)
+        lengths = check.announced_sizes([LENGTH.unpack_from(text)[0] for text in texts], MAX_OBJECT_BYTES)
+        if max(lengths) > FIRST_BYTES:
+            rests = gathered(rest, [max(0, length - FIRST_BYTES) for length in lengths])
+            texts = [text + more for text, more in zip(texts, rests, strict=True)]
+        # JSON may end in spaces.
+        return [parsed(text[LENGTH.size :], rank) for rank, text in enumerate(texts)]
 
     def all_true(self, flag: bool) -> bool:
         """Return whether every worker passed True. Blocks; sends a byte to each worker."""
