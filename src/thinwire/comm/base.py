@@ -230,6 +230,14 @@ class Communicator(Rounds, ABC):
         check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0, device="cpu")))
         return self._open_channel(peers, max_bytes)
 
+    def reordered(self, order: Sequence[int]) -> Communicator:
+        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it.
+
+        Raises:
+            ValueError: its ranks cannot change.
+        """
+        raise ValueError(f"rank {self.rank}: {type(self).__name__} has ranks that cannot change; leave layout out.")
+
     def background(self, name: str) -> Background:
         """A thread in which calls that use this communicator run in order, beside the caller."""
         return Background(name)

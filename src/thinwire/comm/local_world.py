@@ -212,7 +212,6 @@ class LocalCommunicator(Communicator):
         return self.reordered(range(self.size))
 
     def reordered(self, order: Sequence[int]) -> LocalCommunicator:
-        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`."""
         self._num_made += 1
         conversation = (*self._conversation, self._num_made)
         in_world = [self._order[rank] for rank in order]

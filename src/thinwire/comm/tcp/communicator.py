@@ -195,7 +195,8 @@ class TcpCommunicator(Communicator):
         return comm
 
     def reordered(self, order: Sequence[int]) -> TcpCommunicator:
-        """`another`, in which rank r is this one's rank `order[r]`."""
+        if self._meeting.place.credentials is not None:
+            raise ValueError(f"rank {self.rank}: workers with credentials keep their ranks; leave layout out.")
 
         def gather(own: Any) -> list[Any]:
             told = self.gather_objects(own)
