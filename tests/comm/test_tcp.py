@@ -32,7 +32,6 @@ from thinwire.comm.ledger import Traffic
 from thinwire.comm.store import gathering
 from thinwire.comm.tcp import TcpCommunicator, endpoint, is_available
 from thinwire.comm.tcp.connections import Place
-from thinwire.comm.tcp.tagged import UNASKED_BYTES
 from thinwire.comm.transport import connect
 from thinwire.testing import check_communicator
 
@@ -613,29 +612,6 @@ def test_a_host_of_several_workers_sends_a_sum_once(hosts, numel, dtype):
         left[hosts[rank]] += sum(n for peer, n in enumerate(sent) if hosts[peer] != hosts[rank])
     for of_host in left:
         assert of_host == pytest.approx(2 * (num_hosts - 1) / num_hosts * num_bytes, abs=8 * dtype.itemsize * size)
-
-
-def sent_before_others_call(comm, numel: int) -> tuple[int, list[int]]:
-    """How many bytes rank 0 sends of an all-gather before rank 1 calls it, and the sizes of the results."""
-    sent = []
-    with on_hosts(comm, [0, 1]) as own:
-        begin = own._endpoint.begin
-        own._endpoint.begin = lambda sends, receives: (
-            sent.extend(m.memory.numel() for m in sends) or begin(sends, receives)
-        )
-        if comm.rank == 0:
-            handle = own.all_gather(torch.ones(numel, dtype=torch.uint8), variable=True)
-        before = sum(sent)
-        comm.barrier()
-        if comm.rank == 1:
-            handle = own.all_gather(torch.ones(7, dtype=torch.uint8), variable=True)
-        return before, [int(part.sum()) for part in handle.wait()]
-
-
-@pytest.mark.parametrize(("numel", "before"), [(0, 8), (1000, 1008), (UNASKED_BYTES + 1, 8)])
-def test_what_follows_on_its_size_is_on_the_way_with_it(numel, before):
-    """Else each all-gather of variable size takes a round trip; but receivers keep no more than so much unasked."""
-    assert spawn(2, sent_before_others_call, numel) == [(before, [numel, 7]), (0, [numel, 7])]
 
 
 def many_operations_on_hosts(comm) -> list[float]:

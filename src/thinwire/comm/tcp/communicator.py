@@ -8,9 +8,10 @@ from them:
     reduce_scatter, reduce             the first half of an all_reduce; then the sums go to one worker
     broadcast                          a binomial tree
 
-Operations start in the thread that calls them. What follows on the first messages of an operation (the sums and the second half
-of an all_reduce) runs in threads of its own, so that operations go on while nobody waits for them. Messages between two workers
-are numbered in the order of the calls; the numbers of such later messages are taken at the call.
+Operations start in the thread that calls them. What follows on the first messages of an operation (the sums and the second
+half of an all_reduce, the tensors behind the sizes of an all_gather) runs in threads of its own, so that operations go on while
+nobody waits for them. Messages between two workers are numbered in the order of the calls; the numbers of such later messages
+are taken at the call.
 
 A line that is cut is no error as long as it comes back within the time limit; see `connections.py`.
 """
@@ -43,7 +44,7 @@ from ..sums import Route, Sums
 from .channel import TcpChannel
 from .connections import Place
 from .endpoint import CLOSE_SECONDS, Endpoint, Meeting
-from .tagged import MAX_TAG, UNASKED_BYTES, Tagged
+from .tagged import MAX_TAG, Tagged
 
 if TYPE_CHECKING:
     from ..tls.credentials import Credentials
@@ -332,22 +333,21 @@ class TcpCommunicator(Communicator):
         length = torch.tensor([tensor.numel()], device="cpu")
         lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
         wait = self._start_all_gather([as_bytes(part) for part in lengths])
-        # Numbers are taken now for all messages, even if they turn out to be empty.
-        own, others = as_bytes(tensor), self._others(lengths)
-        sends = [TaggedMessage(peer, self._numbers.next_sent(peer), own) for peer in others]
-        receives = [(peer, self._numbers.next_received(peer)) for peer in others]
-        # Receivers keep it until they know all sizes, so a large one waits for that.
-        at_once, then = (sends, []) if own.numel() <= UNASKED_BYTES else ([], sends)
-        sent = self._post(at_once, [])
+        # Numbers are taken now, and not in `_post_parts`, for the messages that follow, even if they turn out to be empty.
+        sends = [(peer, self._numbers.next_sent(peer)) for peer in self._others(lengths)]
+        receives = [(peer, self._numbers.next_received(peer)) for peer in self._others(lengths)]
 
         def finish() -> Callable[[], None]:
             wait()
             sizes = check.announced_sizes(torch.cat(lengths).tolist(), limit)
             result.extend(tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes))
-            return self._post(then, [TaggedMessage(peer, n, as_bytes(result[peer])) for peer, n in receives])
+            own = as_bytes(tensor)
+            return self._post(
+                [TaggedMessage(peer, number, own) for peer, number in sends],
+                [TaggedMessage(peer, number, as_bytes(result[peer])) for peer, number in receives],
+            )
 
-        received = self._later.follow(finish)
-        return lambda: (received(), sent())[0]
+        return self._later.follow(finish)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         parents, children = broadcast_tree(self.size, self.rank, root)
