@@ -141,8 +141,10 @@ class Communicator(Rounds, ABC):
             sends: peer -> tensor of any shape and dtype.
             receives: peer -> tensor, written in place.
         """
-        check.peers(self, "exchange", "sends", sends)
-        check.peers(self, "exchange", "receives", receives)
+        for name, side in {"sends": sends, "receives": receives}.items():
+            check.peers(self, "exchange", name, side)
+            for tensor in side.values():
+                check.tensor(self, "exchange", tensor)
         return self._submit_exchange("exchange", sends, receives, receives)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
@@ -227,7 +229,7 @@ class Communicator(Rounds, ABC):
             max_bytes: of the payload of a message, the same on all workers.
         """
         peers = sorted(set(peers))
-        check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0, device="cpu")))
+        check.peers(self, "open_channel", "peers", peers)
         return self._open_channel(peers, max_bytes)
 
     def reordered(self, order: Sequence[int]) -> Communicator:

@@ -275,7 +275,7 @@ class TcpCommunicator(Communicator):
         return Handle(lambda: handle.wait()[0])
 
     def _check_tagged(self, operation: str, tensor: Tensor, peer: int | None, tag: int) -> None:
-        check.peers(self, operation, "peer", {} if peer is None else {peer: tensor})
+        check.peers(self, operation, "peer", [] if peer is None else [peer])
         check.tensor(self, operation, tensor)
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"rank {self.rank}: {operation} expects a tag in 0..{MAX_TAG}, got {tag}.")
