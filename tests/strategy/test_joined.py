@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import thinwire as tw
-from thinwire.strategy.model import joined, models
+from thinwire.comm import compare
+from thinwire.strategy.model import joined
 from thinwire.strategy.model.models import broadcast_from_zero, make_equal
 
 
@@ -62,7 +63,7 @@ def prepared(x):
 @pytest.mark.parametrize("differs", prepared(torch.ones(2, 2)))
 def test_a_model_is_sent_only_where_it_differs(differs, monkeypatch):
     """In one bit of one value of one worker; all workers find out together, and have rank 0's bits in the end."""
-    monkeypatch.setattr(models, "CHUNK_BYTES", 16)  # a tensor is hashed in several chunks, the last one shorter
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 16)  # a tensor is hashed in several chunks, the last one shorter
 
     def worker(comm):
         x = torch.zeros(3, 5)

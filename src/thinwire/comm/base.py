@@ -19,8 +19,8 @@ Devices    CUDA tensors are read after the work that is on the caller's current 
 Errors     A mistake of the caller is a ValueError, raised at the call, before anything is sent or counted. A failure on the
            way is a `CommunicationError`, raised by `wait()`: it names this rank, the operation and, if known, the peer. It
            comes within the timeout, or at once if a peer has died. After a failure the communicator cannot be used.
-Rounds     Only an elastic communicator (`elastic.py`) has any: there the workers, rank and size change between rounds, and
-           a failure ends the round, not the run. Strategies ask `is_elastic`.
+Rounds     Only an elastic communicator (`elastic/communicator.py`) has any: there the workers, rank and size change between
+           rounds, and a failure ends the round, not the run. Strategies ask `is_elastic`.
 Ledger     Counts the bytes of each operation at its call, except those that an `all_gather` of variable size receives,
            which it counts at `wait()`; see `ledger.py`.
 """

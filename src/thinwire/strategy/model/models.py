@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -13,11 +11,10 @@ from torch.nn.parameter import is_lazy
 
 from ...algorithm import require
 from ...comm import Communicator
-from ...comm.buffers import as_bytes
+from ...comm.compare import have_same_bits
 from .joined import exchange_joined
 from .shards import is_sharded, local, reshard
 
-CHUNK_BYTES, HASHING_THREADS = 1 << 22, 4
 NamedParameters = list[tuple[str, nn.Parameter]]
 
 
@@ -152,27 +149,8 @@ def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None
     tensors = [(name, local(t)) for name, t in _tensors(module)]
     comm.check_agreement({name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors} | options)
     values = [t for _, t in tensors]
-    if comm.size > 1 and len(set(comm.gather_objects(digest(values)))) > 1:
+    if not have_same_bits(comm, values):
         broadcast_from_zero(values, comm)
-
-
-def digest(tensors: Iterable[Tensor]) -> str:
-    """A hash of the bits of all values, whatever the layout of the tensors in memory; as hexadecimal digits.
-
-    Example:
-        >>> x = torch.arange(6.0).view(2, 3)
-        >>> digest([x]) == digest([x.t().contiguous().t()]), digest([x]) == digest([-x])
-        (True, False)
-    """
-    chunks: list[Tensor] = []
-    for t in tensors:
-        if t.is_cuda:
-            torch.cuda.current_stream(t.device).synchronize()  # threads below have streams of their own
-        chunks += as_bytes(unexpanded(t.detach()).contiguous()).split(CHUNK_BYTES)
-    # `hashlib` releases the GIL, so that threads hash at the same time.
-    with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        hashes = pool.map(lambda chunk: hashlib.sha256(chunk.cpu().numpy().data).digest(), chunks)
-        return hashlib.sha256(b"".join(hashes)).hexdigest()
 
 
 def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:
