@@ -44,7 +44,7 @@ def test_a_route_counts_what_is_sent(hosts):
     routes = [Route(rank, hosts) for rank in range(size)]
     for numel in (0, 1, 2, 3, 7, HOST_BYTES // 2 + 1, 3_000_001):
         for reduction, root in ((summing, None), (summing, size - 1), (largest, None)):
-            told = [route.traffic(numel, 2, reduction, root) for route in routes]
+            told = [route.traffic(torch.empty(numel, dtype=torch.half), reduction, root) for route in routes]
             assert told == [counted(route, numel, reduction, root) for route in routes]
             _, sent, received = map(sum, zip(*told, strict=True))
             assert sent == received and (root is not None or sent == 2 * (size - 1) * 2 * numel)
@@ -54,4 +54,4 @@ def test_a_route_counts_what_is_sent(hosts):
 def test_two_near_workers_send_halves_of_a_large_tensor(shard_bytes, messages):
     route = Route(0, "ab")
     route.shard_bytes = shard_bytes
-    assert route.traffic(50, 2) == counted(route, 50, summing, None) == (messages, 100, 100)
+    assert route.traffic(torch.empty(50, dtype=torch.half)) == counted(route, 50, summing, None) == (messages, 100, 100)

@@ -364,7 +364,7 @@ def test_the_global_norm_of_tiny_and_huge_gradients_is_that_of_float64(magnitude
     results = tw.LocalWorld(3).run(worker)
     bound = 0.1 * math.sqrt(sum(float(g.double().square().sum()) for g, _, _ in results) / 3)
     for rank, (g, clipped, sent) in enumerate(results):
-        assert (g.abs() > bound).any() and sent == Route(rank, range(3)).traffic(numel=1, item_bytes=8)[1]
+        assert (g.abs() > bound).any() and sent == Route(rank, range(3)).traffic(torch.ones(1, dtype=torch.float64))[1]
         # One unit in the last place, which of numbers below the normal ones is 2^-149.
         torch.testing.assert_close(clipped.double(), g.double().clamp(-bound, bound), rtol=2.0**-23, atol=2.0**-149)
 

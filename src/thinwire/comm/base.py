@@ -89,8 +89,8 @@ class Communicator(Rounds, ABC):
         Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 4 steps; see `sums.py`.
         """
         check.summable(self, tensor)
-        traffic = self.route.traffic(tensor.numel(), tensor.element_size())
-        return self._submit("all_reduce", [tensor], partial(self._start_all_reduce, tensor.detach()), tensor, traffic)
+        start = partial(self._start_all_reduce, tensor.detach())
+        return self._submit("all_reduce", [tensor], start, tensor, self.route.traffic(tensor))
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES

@@ -58,20 +58,19 @@ class Route:
         """Into how many pieces a tensor is cut, each of which takes all steps."""
         return max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES)))
 
-    def traffic(
-        self, numel: int, item_bytes: int, reduction: Reduction = summing, root: int | None = None
-    ) -> tuple[int, int, int]:
-        """Messages sent, bytes sent and bytes received for a tensor of so many elements.
+    def traffic(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> tuple[int, int, int]:
+        """Messages sent, bytes sent and bytes received for a tensor.
 
         Example:
-            >>> Route(0, range(3)).traffic(numel=4, item_bytes=1), Route(1, range(3)).traffic(numel=4, item_bytes=1)
-            ((4, 6, 6), (4, 5, 5))
+            >>> import torch
+            >>> [Route(rank, range(3)).traffic(torch.ones(4)) for rank in range(3)]
+            [(4, 24, 24), (4, 20, 20), (4, 20, 20)]
         """
-        teams = self.teams(numel * item_bytes, reduction, root)
-        num_pieces = self.num_pieces(numel * item_bytes, not teams)
+        item_bytes, teams = tensor.element_size(), self.teams(tensor.nbytes, reduction, root)
+        num_pieces = self.num_pieces(tensor.nbytes, not teams)
         messages = sent = received = 0
         for piece in range(num_pieces):
-            n = _part(numel, num_pieces, piece)
+            n = _part(tensor.numel(), num_pieces, piece)
             if not teams:
                 messages, sent, received = messages + (n > 0), sent + n, received + n
             for team in teams:

@@ -227,7 +227,7 @@ class TcpCommunicator(Communicator):
             root: the one worker whose tensor becomes the result; None for all.
         """
         check.tensor(self, "reduce", tensor)
-        traffic = self.route.traffic(tensor.numel(), tensor.element_size(), reduction, root)
+        traffic = self.route.traffic(tensor, reduction, root)
         start = partial(self._start_all_reduce, tensor.detach(), reduction, root)
         return self._submit("all_reduce" if root is None else "reduce", [tensor], start, tensor, traffic)
 
