@@ -232,7 +232,7 @@ class Rooted(AllGather):
     one_step = False
 
     def steps(self, size, workers_per_node):
-        return (size > 1) + max(rank.bit_count() for rank in range(size))  # down a tree
+        return (size > 1) + size.bit_length() - 1  # down a tree
 
     def num_bytes(self, size, workers_per_node, message):
         return (size - 1).bit_length() * size * message
