@@ -442,7 +442,7 @@ def wait_until(holds, seconds: float = 180.0) -> None:
 @TRANSPORTS
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_each_worker_sends_and_receives_what_its_ledger_says(run, size):
-    """Gloo adds at most 144 bytes to a message; a ring cuts its tensor into messages of at most 1 MiB.
+    """Gloo adds at most 144 bytes to a message.
 
     Connections of our own add 32 bytes to a chunk of at most 256 KiB, and 32 to acknowledge 512 KiB.
     """

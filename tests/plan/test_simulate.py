@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from thinwire.comm import Ledger
+from thinwire.comm.sums import Route
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.engine import Engine
 from thinwire.plan.operations import PeerMessages, Steps, all_reduce
@@ -30,7 +31,7 @@ def gather(rank, size, num_bytes):
 
 
 def sum_of_all(rank, size, num_bytes, per_node=1):
-    return program(all_reduce(size, rank, per_node, num_bytes), wait=[Wait(0)])
+    return program(all_reduce(Route(rank, [one // per_node for one in range(size)]), num_bytes), wait=[Wait(0)])
 
 
 def seconds(network, programs, backward=0.0, forward=0.0, work=lambda work: 0.0, fold=True):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from torch import nn
 
 import thinwire as tw
+from thinwire.comm import compare
 from thinwire.strategy.model import joined
-from thinwire.strategy.model.models import broadcast_from_zero
+from thinwire.strategy.model.models import broadcast_from_zero, make_equal
 
 
 def tensors(rank: int) -> list[torch.Tensor]:
@@ -44,6 +47,34 @@ def test_each_tensor_gets_its_own_part_whatever_travels_together(limit, messages
         for ours, zeros in zip(got, tensors(0), strict=True):
             assert torch.equal(ours.to(torch.complex64), zeros.to(torch.complex64)), ours.dtype
         assert calls == messages
+
+
+def prepared(x):
+    """Ways in which models differ that hardly show."""
+    return {
+        "nothing": x,
+        "layout": x.t().contiguous().t(),
+        "the sign of zero": torch.cat([x.view(-1)[:-1], torch.tensor([-0.0])]).view_as(x),
+        "the last bit": torch.cat([torch.tensor([1e-45]), x.view(-1)[1:]]).view_as(x),
+        "NaN": torch.cat([x.view(-1)[:-1], torch.tensor([math.nan])]).view_as(x),
+    }
+
+
+@pytest.mark.parametrize("differs", prepared(torch.ones(2, 2)))
+def test_a_model_is_sent_only_where_it_differs(differs, monkeypatch):
+    """In one bit of one value of one worker; all workers find out together, and have rank 0's bits in the end."""
+    monkeypatch.setattr(compare, "CHUNK_BYTES", 16)  # a tensor is hashed in several chunks, the last one shorter
+
+    def worker(comm):
+        x = torch.zeros(3, 5)
+        model = nn.ParameterList([prepared(x)[differs] if comm.rank == 1 else x, torch.ones(3, dtype=torch.bfloat16)])
+        model.register_buffer("mask", torch.ones(4, dtype=torch.bool))
+        make_equal(model, comm)
+        return bytes(
+            model[0].detach().contiguous().view(-1).view(torch.uint8).tolist()
+        ), "broadcast" in comm.ledger.collectives
+
+    assert tw.LocalWorld(3).run(worker) == [(bytes(60), differs not in ("nothing", "layout"))] * 3
 
 
 def test_a_model_is_made_equal_and_averaged_in_one_message_each():

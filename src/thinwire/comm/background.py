@@ -72,7 +72,7 @@ class Later:
     STEPS = 3
 
     def __init__(self) -> None:
-        self._threads = [Background("thinwire-comm") for _ in range(self.STEPS)]
+        self._threads = [Background("thinwire-later") for _ in range(self.STEPS)]
 
     def follow(self, call: Callable[[], Callable[[], Any]], step: int = 0) -> Callable[[], Any]:
         """Run `call` after the earlier calls of this step; it returns what to wait for."""

@@ -19,8 +19,8 @@ Devices    CUDA tensors are read after the work that is on the caller's current 
 Errors     A mistake of the caller is a ValueError, raised at the call, before anything is sent or counted. A failure on the
            way is a `CommunicationError`, raised by `wait()`: it names this rank, the operation and, if known, the peer. It
            comes within the timeout, or at once if a peer has died. After a failure the communicator cannot be used.
-Rounds     Only an elastic communicator (`elastic.py`) has any: there the workers, rank and size change between rounds, and
-           a failure ends the round, not the run. Strategies ask `is_elastic`.
+Rounds     Only an elastic communicator (`elastic/communicator.py`) has any: there the workers, rank and size change between
+           rounds, and a failure ends the round, not the run. Strategies ask `is_elastic`.
 Ledger     Counts the bytes of each operation at its call, except those that an `all_gather` of variable size receives,
            which it counts at `wait()`; see `ledger.py`.
 """
@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
@@ -45,13 +46,15 @@ from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .compare import fingerprint, parsed, raise_disagreement
 from .handle import CommunicationError, Handle
-from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from .ledger import Ledger, broadcast_tree
 from .rounds import Rounds
+from .sums import Route
 
 if TYPE_CHECKING:
     from .layout import Layout
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
+LENGTH, FIRST_BYTES = struct.Struct("<q"), 256  # of the text, before what of it travels in the first step
 Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
 
 
@@ -65,6 +68,7 @@ class Communicator(Rounds, ABC):
         global_ranks: the rank of each worker in torch.distributed; empty where workers are no processes of it.
         device: on which it can send anything: main memory, or this worker's GPU where the backend sends from GPUs only.
         layout: how its ranks lie on the lines, if these were measured; see `layout.py`.
+        route: of its all-reduces; see `sums.py`.
     """
 
     global_ranks: Sequence[int] = ()
@@ -74,6 +78,7 @@ class Communicator(Rounds, ABC):
     def __init__(self, rank: int, size: int):
         self.rank, self.size, self.process = rank, size, os.getpid()
         self.ledger = Ledger(size)
+        self.route = Route(rank, range(size))  # each worker has a host of its own, unless a backend knows better
         self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
 
     # ---- operations ----
@@ -81,13 +86,11 @@ class Communicator(Rounds, ABC):
     def all_reduce(self, tensor: Tensor) -> Handle:
         """Sum `tensor` over all workers, in place: x <- sum_r x_r. `wait()` returns it.
 
-        Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 2 (W-1) steps; see `ledger.py`.
+        Sends and receives 2 (W-1)/W n bytes per worker, in 1, 2 or 4 steps; see `sums.py`.
         """
         check.summable(self, tensor)
-        num_bytes = ring_all_reduce_bytes(self.size, check.num_bytes(tensor))
-        messages = 2 * (self.size - 1) if num_bytes else 0
         start = partial(self._start_all_reduce, tensor.detach())
-        return self._submit("all_reduce", [tensor], start, tensor, (messages, num_bytes, num_bytes))
+        return self._submit("all_reduce", [tensor], start, tensor, self.route.traffic(tensor))
 
     def all_gather(
         self, tensor: Tensor, sizes: list[int] | None = None, variable: bool = False, limit: int = MAX_BYTES
@@ -138,8 +141,10 @@ class Communicator(Rounds, ABC):
             sends: peer -> tensor of any shape and dtype.
             receives: peer -> tensor, written in place.
         """
-        check.peers(self, "exchange", "sends", sends)
-        check.peers(self, "exchange", "receives", receives)
+        for name, side in {"sends": sends, "receives": receives}.items():
+            check.peers(self, "exchange", name, side)
+            for tensor in side.values():
+                check.tensor(self, "exchange", tensor)
         return self._submit_exchange("exchange", sends, receives, receives)
 
     def broadcast(self, tensor: Tensor, root: int = 0) -> Handle:
@@ -172,14 +177,22 @@ class Communicator(Rounds, ABC):
     def gather_objects(self, obj: Any) -> list[Any]:
         """Return what every worker passed in, in rank order, after a round trip through JSON (tuples become lists). Blocks.
 
-        For small objects: sizes travel first, then the text. The ledger counts both.
+        For small objects: one step, and a second one if a text is longer than `FIRST_BYTES`. The ledger counts both.
         """
+
+        def gathered(text: bytes, sizes: list[int]) -> list[bytes]:
+            payload = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
+            return [bytes(one.tolist()) for one in self._gather("gather_objects", payload, sizes).wait()]
+
         text = json.dumps(obj).encode()
-        payload = torch.tensor(list(text), dtype=torch.uint8, device=self.device)
-        length = torch.tensor([len(text)], device=self.device)
-        lengths = [int(n) for n in self._gather("gather_objects", length, [1] * self.size).wait()]
-        texts = self._gather("gather_objects", payload, check.announced_sizes(lengths, MAX_OBJECT_BYTES)).wait()
-        return [parsed(bytes(text.tolist()), rank) for rank, text in enumerate(texts)]
+        first, rest = LENGTH.pack(len(text)) + text[:FIRST_BYTES], text[FIRST_BYTES:]
+        texts = gathered(first.ljust(LENGTH.size + FIRST_BYTES), [LENGTH.size + FIRST_BYTES] * self.size)
+        lengths = check.announced_sizes([LENGTH.unpack_from(text)[0] for text in texts], MAX_OBJECT_BYTES)
+        if max(lengths) > FIRST_BYTES:
+            rests = gathered(rest, [max(0, length - FIRST_BYTES) for length in lengths])
+            texts = [text + more for text, more in zip(texts, rests, strict=True)]
+        # JSON may end in spaces.
+        return [parsed(text[LENGTH.size :], rank) for rank, text in enumerate(texts)]
 
     def all_true(self, flag: bool) -> bool:
         """Return whether every worker passed True. Blocks; sends a byte to each worker."""
@@ -216,8 +229,16 @@ class Communicator(Rounds, ABC):
             max_bytes: of the payload of a message, the same on all workers.
         """
         peers = sorted(set(peers))
-        check.peers(self, "open_channel", "peers", dict.fromkeys(peers, torch.empty(0, device="cpu")))
+        check.peers(self, "open_channel", "peers", peers)
         return self._open_channel(peers, max_bytes)
+
+    def reordered(self, order: Sequence[int]) -> Communicator:
+        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it.
+
+        Raises:
+            ValueError: its ranks cannot change.
+        """
+        raise ValueError(f"rank {self.rank}: {type(self).__name__} has ranks that cannot change; leave layout out.")
 
     def background(self, name: str) -> Background:
         """A thread in which calls that use this communicator run in order, beside the caller."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -71,12 +71,11 @@ def rank(comm: Communicator, operation: str, name: str, value: Any) -> None:
         raise ValueError(f"rank {comm.rank}: {operation} expects {name} in 0..{comm.size - 1}, got {value!r}.")
 
 
-def peers(comm: Communicator, operation: str, name: str, tensors: dict[int, Tensor]) -> None:
-    for peer, value in tensors.items():
+def peers(comm: Communicator, operation: str, name: str, values: Iterable[int]) -> None:
+    for peer in values:
         rank(comm, operation, f"peers in {name}", peer)
         if peer == comm.rank:
             raise ValueError(f"rank {comm.rank}: {operation} has this worker itself in {name}. Name others.")
-        tensor(comm, operation, value)
 
 
 def gather_sizes(comm: Communicator, value: Tensor, sizes: list[int] | None) -> list[int]:

@@ -1,20 +1,61 @@
-"""How workers compare configurations: digests first, full text only if digests differ."""
+"""How workers compare configurations and tensors: digests first, the whole only if digests differ."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
 
+import torch
+from torch import Tensor
+
+from .buffers import as_bytes
 from .handle import CommunicationError
+
+if TYPE_CHECKING:
+    from .base import Communicator
 
 ABSENT = "(absent)"
 MAX_CHARS = 160
+CHUNK_BYTES, HASHING_THREADS = 1 << 22, 4
 
 
 def fingerprint(described: dict[str, Any]) -> bytes:
     """SHA-256 of a dictionary of JSON values, 32 bytes, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(described, sort_keys=True).encode()).digest()
+
+
+def have_same_bits(comm: Communicator, tensors: Iterable[Tensor]) -> bool:
+    """Whether these tensors, of the same shapes and dtypes everywhere, have the same values on all workers. Blocks.
+
+    All workers call it, and get the same answer. Layouts in memory may differ.
+    """
+    return comm.size == 1 or len(set(comm.gather_objects(digest(tensors)))) == 1
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """A hash of the bits of all values; tensors on the meta device have none.
+
+    Example:
+        >>> x = torch.arange(6.0).view(2, 3)
+        >>> digest([x]) == digest([x.t().contiguous().t()]), digest([x]) == digest([-x])
+        (True, False)
+    """
+    chunks: list[Tensor] = []
+    for t in tensors:
+        if t.is_cuda:
+            torch.cuda.current_stream(t.device).synchronize()  # the threads that hash have streams of their own
+        chunks += () if t.is_meta else as_bytes(t.detach().contiguous()).split(CHUNK_BYTES)
+    return hashlib.sha256(b"".join(hashes(chunks))).hexdigest()
+
+
+def hashes(chunks: Iterable[Tensor]) -> list[bytes]:
+    """SHA-256 of each of some flat tensors of uint8."""
+    # `hashlib` releases the GIL, so that threads hash at the same time.
+    with ThreadPoolExecutor(HASHING_THREADS) as pool:
+        return list(pool.map(lambda chunk: hashlib.sha256(chunk.cpu().numpy().data).digest(), chunks))
 
 
 def raise_disagreement(described: list[dict[str, str]]) -> None:

@@ -1,4 +1,4 @@
-"""Operations of Gloo: waiting for them, the messages of sums, and closing the connections."""
+"""Operations of Gloo: waiting for them, numbered messages, and closing the connections."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from .numbered import TaggedMessage, Wait
 
 Works = list[tuple[str, Any]]
 """What each operation is called in an error, and the operation."""
-Transfer = Callable[[Tensor, int, int], Any]
 
-HANG_UP_TAG, FIRST_TAG, NUM_TAGS = 1, 2, 1 << 30  # of sums from the first one on; all other messages have tag 0
+HANG_UP_TAG, FIRST_TAG, NUM_TAGS = 1, 2, 1 << 30  # of numbered messages from the first one on; all others have tag 0
 
 
 def hang_up(gloo: Any) -> None:
@@ -37,26 +36,25 @@ def hang_up(gloo: Any) -> None:
 
 
 def post(
-    send: Transfer,
-    receive: Transfer,
-    waiting: Callable[[Works], Wait],
-    sends: list[TaggedMessage],
-    receives: list[TaggedMessage],
+    gloo: Any, waiting: Callable[[Works], Wait], sends: list[TaggedMessage], receives: list[TaggedMessage]
 ) -> Wait:
-    """Start the messages of sums, each with a tag of its own.
+    """Start messages, each with a tag of its own.
 
     Args:
-        send, receive: start a message of (tensor, peer, tag), and return its work.
+        gloo: as in `hang_up`.
         waiting: makes what waits for works.
         sends, receives: the messages.
     """
-    works = [(f"from rank {m.peer}", receive(m.memory, m.peer, _tag(m))) for m in receives]
-    works += [(f"to rank {m.peer}", send(m.memory, m.peer, _tag(m))) for m in sends]
+    works = [(f"from rank {m.peer}", _begin(gloo.recv, m)) for m in receives]
+    works += [(f"to rank {m.peer}", _begin(gloo.send, m)) for m in sends]
     return waiting(works) if works else nothing
 
 
-def _tag(message: TaggedMessage) -> int:
-    return FIRST_TAG + message.number % NUM_TAGS
+def _begin(operation: Callable[..., Any], message: TaggedMessage) -> Any:
+    try:
+        return operation([message.memory], message.peer, FIRST_TAG + message.number % NUM_TAGS)
+    except RuntimeError as error:
+        raise CommunicationError(f"rank {message.peer}: {reason_of(error)}") from error
 
 
 def wait_for_all(works: Works, copies: Sequence[tuple[Tensor, Tensor]] = (), limit: timedelta = timedelta(0)) -> None:

@@ -6,9 +6,6 @@ from dataclasses import dataclass
 
 from .base import Communicator
 from .ledger import Ledger
-from .local_world import LocalCommunicator
-from .process_group import ProcessGroupCommunicator
-from .tcp import TcpCommunicator
 
 
 @dataclass(frozen=True)
@@ -56,16 +53,8 @@ def laid_out(comm: Communicator, layout: Layout) -> Communicator:
     if len(layout.order) != comm.size:
         raise ValueError(f"rank {comm.rank}: a layout of {len(layout.order)} workers does not suit {comm.size}.")
     if layout.order != tuple(range(comm.size)):
-        new = _reordered(comm, layout.order)
+        new = comm.reordered(layout.order)
         comm.close()
         comm = new
     comm.ledger, comm.layout = Ledger(comm.size), layout
     return comm
-
-
-def _reordered(comm: Communicator, order: tuple[int, ...]) -> Communicator:
-    if isinstance(comm, TcpCommunicator) and comm._meeting.place.credentials is not None:
-        raise ValueError(f"rank {comm.rank}: workers with credentials keep their ranks; leave layout out.")
-    if not isinstance(comm, (LocalCommunicator, ProcessGroupCommunicator, TcpCommunicator)):
-        raise ValueError(f"rank {comm.rank}: {type(comm).__name__} has ranks that cannot change; leave layout out.")
-    return comm.reordered(order)

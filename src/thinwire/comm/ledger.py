@@ -4,7 +4,7 @@ Counts are per worker and of payload: what this worker sends to others and recei
 counted, nor are the headers of TCP. With W workers and a message of n bytes,
 
     collective    sent by this worker        received          what happens
-    all_reduce    2 (W-1)/W n                the same          worker r adds up part r; its sum goes to all
+    all_reduce    2 (W-1)/W n                the same          worker r adds up part r; its sum goes to all; see `sums.py`
     all_gather    (W-1) n                    what others hold  everyone sends straight to everyone
       variable    (W-1) (8 + n)              the same          sizes first, as int64
     all_to_all    what goes to others        what comes        straight
@@ -19,19 +19,16 @@ counted, nor are the headers of TCP. With W workers and a message of n bytes,
 
 `TcpCommunicator` alone has those from reduce to receive. A test holds the others, over it and over Gloo, worker by worker, to
 the operating system's counters: beyond these counts, Gloo adds at most 144 bytes to a message, and TCP its
-headers. An all-reduce counts 2 (W-1) messages: W-1 parts, and W-1 times the sum of the own part. Two workers exchange whole
-tensors instead, in half as many messages, and hosts of several workers need fewer; see `sums.py`. Tensors of 4 MiB and more are
-cut into up to eight pieces that each take as many messages, and the ledger counts those of one. A tensor is cut into whole
-elements, so that one worker differs from 2 (W-1)/W n by a few elements (in tiny tensors, by all of them); the sum over workers,
-2 (W-1) n, is exact. Over our own connections, to a chunk of a
-message (256 KiB; 64 KiB from a round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB
-(128 KiB from 3 ms on). What is sent again, because a connection was lost or a chunk is late, is not in the ledger:
-`TcpCommunicator.counts` has it. Channels are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each
-message, and 32 to each peer four times in the time limit.
+headers. A tensor is cut into whole elements, so that the row of all_reduce is a mean over workers; the ledger has what each
+one sends: bytes, and messages of each step and piece. Over our own connections, to a chunk of a message (256 KiB; 64 KiB from a
+round trip of 3 ms on, 14 KiB from 15 ms on) it adds 32 bytes, and 32 to acknowledge 512 KiB (128 KiB from 3 ms on). What is
+sent again, because a connection was lost or a chunk is late, is not in the ledger: `TcpCommunicator.counts` has it. Channels
+are on the same connections: 32 bytes to a chunk, 32 to acknowledge the end of each message, and 32 to each peer four times in
+the time limit.
 NCCL and MPI choose among algorithms of their own: for them the rows of all_reduce, all_gather and broadcast are the
-least that any algorithm without reduction in the network sends, while exchange and all_to_all are exact. NCCL's all_gather
-sends slots of one size, a multiple of 16 bytes, where that pads all messages by an eighth and 16 bytes each at most;
-padding counts as sent.
+least that any algorithm without reduction in the network sends, in as many messages as over other backends, while exchange
+and all_to_all are exact. NCCL's all_gather sends slots of one size, a multiple of 16 bytes, where that pads all messages by
+an eighth and 16 bytes each at most; padding counts as sent.
 """
 
 from __future__ import annotations

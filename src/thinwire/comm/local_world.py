@@ -7,7 +7,7 @@ receiver's mailbox at the call, so that nothing is under way between calls and n
 from __future__ import annotations
 
 import threading
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -23,6 +23,7 @@ from .base import Communicator, Start
 from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
 from .handle import CommunicationError
+from .numbered import Numbers
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
 Conversation = tuple[int, ...]  # of a communicator: those that were made from which one, by number
@@ -203,8 +204,7 @@ class LocalCommunicator(Communicator):
         self._order = range(size) if order is None else order
         self._mail = mail
         self._num_made = 0  # communicators, from this one
-        self._num_sent: Counter[int] = Counter()
-        self._num_received: Counter[int] = Counter()
+        self._numbers = Numbers(size)
         self._num_channels = 0
 
     def duplicate(self) -> LocalCommunicator:
@@ -212,7 +212,6 @@ class LocalCommunicator(Communicator):
         return self.reordered(range(self.size))
 
     def reordered(self, order: Sequence[int]) -> LocalCommunicator:
-        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`."""
         self._num_made += 1
         conversation = (*self._conversation, self._num_made)
         in_world = [self._order[rank] for rank in order]
@@ -276,10 +275,8 @@ class LocalCommunicator(Communicator):
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
         own = self._order[self.rank]
         for peer, message in messages.items():
-            self._mail.put(own, self._order[peer], (self._conversation, self._num_sent[peer]), message)
-            self._num_sent[peer] += 1
-        positions = {source: (self._conversation, self._num_received[source]) for source in sources}
-        self._num_received.update(sources)
+            self._mail.put(own, self._order[peer], (self._conversation, self._numbers.next_sent(peer)), message)
+        positions = {source: (self._conversation, self._numbers.next_received(source)) for source in sources}
         return lambda: {
             source: self._mail.take(self._order[source], own, position) for source, position in positions.items()
         }

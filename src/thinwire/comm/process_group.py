@@ -40,7 +40,7 @@ from .handle import CommunicationError, reason_of
 from .ledger import Ledger
 from .numbered import Numbers
 from .side_streams import SideStreams
-from .sums import Sums
+from .sums import Route, Sums
 
 Group = dist.ProcessGroup | dist.DeviceMesh
 """Which workers to connect: a process group, or one dimension of a device mesh, such as `mesh["replicate"]`."""
@@ -123,11 +123,11 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError:
             self.abandon()
             raise
-        over = partial(post, partial(self._begin, dist.isend), partial(self._begin, dist.irecv), self._waiting)
-        return Sums(self.rank, hosts, over, Numbers(self.size), self._later)
+        over = partial(post, self._gloo, self._waiting)
+        self.route = Route(self.rank, hosts)
+        return Sums(self.route, over, Numbers(self.size), self._later)
 
     def reordered(self, order: Sequence[int]) -> ProcessGroupCommunicator:
-        """Another communicator of the same workers, in which rank r is this one's rank `order[r]`. All of them call it."""
         comm = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
         comm._join([self.global_ranks[rank] for rank in order], self._group, self._timeout_seconds, self._gpu)
         return comm
@@ -172,7 +172,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def _hang_up(self) -> None:
         if self._backends.get("cpu") == "gloo":
-            hang_up(self._group._get_backend(torch.device("cpu")))
+            hang_up(self._gloo)
+
+    @property
+    def _gloo(self) -> Any:
+        return self._group._get_backend(torch.device("cpu"))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
         """The one device of all tensors, for which there must be a backend."""
@@ -254,9 +258,9 @@ class ProcessGroupCommunicator(Communicator):
 
         return wait
 
-    def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int, tag: int = 0) -> dist.Work:
+    def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:
-            work = operation(tensor, self.global_ranks[peer], group=self._group, tag=tag)
+            work = operation(tensor, self.global_ranks[peer], group=self._group)
         except RuntimeError as error:
             raise CommunicationError(f"{operation.__name__} with rank {peer}: {reason_of(error)}") from error
         assert work is not None, "this process is in the group"

@@ -26,7 +26,7 @@ def combine(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tens
         out.copy_(total)
 
 
-def reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction = summing) -> None:
+def reduce_into(out: Tensor, terms: Sequence[Tensor], reduction: Reduction) -> None:
     """`reduction(terms, out)` in any thread."""
     # A tensor that was made under `torch.inference_mode` can be written in this mode alone, and each thread has its own.
     with torch.inference_mode(out.is_inference()):

@@ -14,6 +14,7 @@ them. All messages are numbered at the call. What a sum overwrites has been sent
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 
@@ -30,50 +31,95 @@ PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of a tensor: added 
 HOST_BYTES = 1 << 16  # from which the lines between hosts count more than two steps inside them
 
 
-class Sums:
-    """Starts all-reduces.
+class Route:
+    """Which messages a worker sends and receives in all-reduces.
 
     Args:
         rank: this worker.
         hosts: of all workers, in rank order: alike for those of one host.
+
+    Attributes:
+        shard_bytes: from which each of two workers adds up one half of a tensor, and not both the whole.
+    """
+
+    def __init__(self, rank: int, hosts: Sequence[Hashable]):
+        self.rank, self.size = rank, len(hosts)
+        self.shard_bytes = math.inf
+        self._by_hosts = [team for team in places(hosts, rank) if team]
+
+    def teams(self, num_bytes: int, reduction: Reduction = summing, root: int | None = None) -> Sequence[Sequence[int]]:
+        """The ranks that each add up a part; by hosts, then those that each add up a shard of it. None for a swap."""
+        if self.size == 2 and root is None and num_bytes < self.shard_bytes:
+            return []
+        is_by_hosts = self._by_hosts and root is None and reduction is summing and num_bytes >= HOST_BYTES
+        return self._by_hosts if is_by_hosts else [range(self.size)]
+
+    def num_pieces(self, num_bytes: int, is_swap: bool) -> int:
+        """Into how many pieces a tensor is cut, each of which takes all steps."""
+        return max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES)))
+
+    def traffic(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> tuple[int, int, int]:
+        """Messages sent, bytes sent and bytes received for a tensor.
+
+        Example:
+            >>> import torch
+            >>> [Route(rank, range(3)).traffic(torch.ones(4)) for rank in range(3)]
+            [(4, 24, 24), (4, 20, 20), (4, 20, 20)]
+        """
+        item_bytes, teams = tensor.element_size(), self.teams(tensor.nbytes, reduction, root)
+        num_pieces = self.num_pieces(tensor.nbytes, not teams)
+        messages = sent = received = 0
+        for piece in range(num_pieces):
+            n = _part(tensor.numel(), num_pieces, piece)
+            if not teams:
+                messages, sent, received = messages + (n > 0), sent + n, received + n
+            for team in teams:
+                others, own = len(team) - 1, _part(n, len(team), team.index(self.rank))
+                receivers = others if root is None else int(root != self.rank)
+                messages += min(n, len(team)) - (own > 0) + receivers * (own > 0)
+                sent += n - own + receivers * own
+                received += others * own + (n - own if root in (None, self.rank) else 0)
+                n = own
+        return messages, sent * item_bytes, received * item_bytes
+
+
+class Sums:
+    """Starts all-reduces.
+
+    Args:
+        route: of this worker.
         post: starts messages.
         numbers: of the messages; operations that share them do not mix.
         later: where later steps run.
     """
 
-    def __init__(self, rank: int, hosts: Sequence[Hashable], post: Post, numbers: Numbers, later: Later):
-        self._rank, self._size = rank, len(hosts)
+    def __init__(self, route: Route, post: Post, numbers: Numbers, later: Later):
+        self._route, self._rank, self._size = route, route.rank, route.size
         self._post, self._numbers, self._later, self._spare = post, numbers, later, Spare()
-        self._inside, self._across = places(hosts, rank)
 
-    def start(
-        self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None, swaps: bool = True
-    ) -> Wait:
+    def start(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> Wait:
         """Combine a contiguous tensor of all workers, in place.
 
         Args:
             tensor: in main memory.
             reduction: combines parts of the tensors of all workers, in rank order; by hosts if it is a sum.
             root: the one worker whose tensor becomes the result, all others keep theirs; None for all.
-            swaps: whether two workers send each other the whole tensor.
         """
         flat = tensor.view(-1)
         if self._size == 1 or flat.numel() == 0:
             reduction([flat], flat)
             return nothing
-        num_bytes, is_swap = flat.nbytes, swaps and self._size == 2 and root is None
-        is_by_hosts = bool(self._inside) and root is None and reduction is summing and num_bytes >= HOST_BYTES
+        teams = self._route.teams(flat.nbytes, reduction, root)
         start: Callable[[Tensor], Wait]
-        if is_swap:
+        if not teams:
             start = partial(self._start_whole, reduction=reduction)
-        elif is_by_hosts:
-            start = self._start_by_hosts
+        elif len(teams) == 2:
+            start = partial(self._start_by_hosts, inside=teams[0], across=teams[1])
         else:
             start = partial(self._start_shards, reduction=reduction, root=root)
-        pieces = flat.tensor_split(max(1, min(MAX_PIECES, num_bytes // (SWAP_BYTES if is_swap else PIECE_BYTES))))
-        waits = [start(piece) for piece in pieces]
+        waits = [start(piece) for piece in flat.tensor_split(self._route.num_pieces(flat.nbytes, not teams))]
         # Our own engine copies less, the later it is asked for an operation; a swap adds while the next piece comes.
-        in_order = waits if is_swap else waits[::-1]
+        in_order = waits[::-1] if teams else waits
         return lambda: [wait() for wait in in_order]
 
     def start_reduce_scatter(self, parts: Sequence[Tensor], out: Tensor, reduction: Reduction) -> Wait:
@@ -111,10 +157,10 @@ class Sums:
 
         return self._later.follow(finish)
 
-    def _start_by_hosts(self, tensor: Tensor) -> Wait:
-        parts = dict(zip(self._inside, tensor.tensor_split(len(self._inside)), strict=True))
+    def _start_by_hosts(self, tensor: Tensor, inside: Sequence[int], across: Sequence[int]) -> Wait:
+        parts = dict(zip(inside, tensor.tensor_split(len(inside)), strict=True))
         part, beside = parts[self._rank], self._besides(parts)
-        shards = dict(zip(self._across, part.tensor_split(len(self._across)), strict=True))
+        shards = dict(zip(across, part.tensor_split(len(across)), strict=True))
         shard, elsewhere = shards[self._rank], self._besides(shards)
         sent, summed = self._start_reducing(parts, part, summing)
         to_hosts = self._numbers.sending(elsewhere)
@@ -172,8 +218,15 @@ def places(hosts: Sequence[Hashable], rank: int) -> tuple[list[int], list[int]]:
         >>> places(["a", "b", "a", "b"], rank=1), places(["a", "b", "a"], rank=1)
         (([1, 3], [0, 1]), ([], []))
     """
-    ranks = {host: [rank for rank, one in enumerate(hosts) if one == host] for host in hosts}
+    ranks: dict[Hashable, list[int]] = {}
+    for one, host in enumerate(hosts):
+        ranks.setdefault(host, []).append(one)
     inside = ranks[hosts[rank]]
     if len(ranks) < 2 or len(inside) < 2 or len(set(map(len, ranks.values()))) > 1:
         return [], []
     return inside, [of_host[inside.index(rank)] for of_host in ranks.values()]
+
+
+def _part(numel: int, num_parts: int, index: int) -> int:
+    """Elements of part `index` in `tensor_split`."""
+    return numel // num_parts + (index < numel % num_parts)

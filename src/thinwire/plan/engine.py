@@ -21,7 +21,7 @@ from itertools import groupby
 
 from .cores import Cores
 from .network import Link, Network
-from .operations import Moves, PeerMessages, Steps
+from .operations import Moves, PeerMessages
 
 EVENTS = 64
 """Groups in which the messages of a larger operation leave a node."""
@@ -115,7 +115,7 @@ class Engine:
 
     def issue(self, rank: int, action: Moves) -> Operation:
         """Start an operation of worker `rank` now."""
-        steps = action.steps if isinstance(action, Steps) else (action,)
+        steps = action.steps
         num_sends, num_receives = (
             sum(map(len, side)) for side in zip(*((s.sends, s.receives) for s in steps), strict=True)
         )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..comm.ledger import broadcast_tree
-from ..comm.sums import HOST_BYTES, places
+from ..comm.sums import Route
 
 
 @dataclass(frozen=True)
@@ -15,6 +15,11 @@ class PeerMessages:
 
     sends: tuple[tuple[int, float], ...]
     receives: tuple[tuple[int, float], ...]
+
+    @property
+    def steps(self) -> tuple[PeerMessages]:
+        """Its one step."""
+        return (self,)
 
     def renamed(self, peer_of: Callable[[int], int]) -> PeerMessages:
         """The same with another rank for each peer."""
@@ -37,24 +42,22 @@ Moves = PeerMessages | Steps
 """What one call of a communicator sends and receives."""
 
 
-def all_reduce(size: int, rank: int, workers_per_node: int, num_bytes: int) -> Moves:
-    """The part of worker `rank` in an all-reduce of `num_bytes`: see `comm/sums.py`.
+def all_reduce(route: Route, num_bytes: int) -> Moves:
+    """One worker's part in an all-reduce of `num_bytes`: see `comm/sums.py`. Shards are not rounded to whole elements.
 
     Example:
-        >>> all_reduce(size=3, rank=0, workers_per_node=1, num_bytes=300).steps[0].sends
+        >>> all_reduce(Route(0, range(3)), num_bytes=300).steps[0].sends
         ((1, 100.0), (2, 100.0))
     """
-    if num_bytes == 0 or size == 1:
+    if num_bytes == 0 or route.size == 1:
         return PeerMessages((), ())
-    if size == 2:
-        return _both_ways([1 - rank], num_bytes)
-    inside, across = places([one // workers_per_node for one in range(size)], rank)
-    if inside and num_bytes >= HOST_BYTES:
-        in_node = _both_ways(_after(inside, rank), num_bytes / len(inside))
-        between = _both_ways(_after(across, rank), num_bytes / size)
-        return Steps((in_node, between, between, in_node))
-    step = _both_ways(_after(range(size), rank), num_bytes / size)
-    return Steps((step, step))
+    teams, steps, part = route.teams(num_bytes), list[PeerMessages](), float(num_bytes)
+    if not teams:
+        return _both_ways([1 - route.rank], part)
+    for team in teams:
+        part /= len(team)
+        steps.append(_both_ways(_after(team, route.rank), part))
+    return Steps((*steps, *reversed(steps)))
 
 
 def _both_ways(peers: Sequence[int], num_bytes: float) -> PeerMessages:

@@ -34,6 +34,7 @@ from ..clock import Clock
 from ..comm import Communicator, Handle, Layout, Ledger, check
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
+from ..comm.sums import Route
 from .averagers import adds_coordinates, multiplies
 from .network import Network
 from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
@@ -86,8 +87,9 @@ class Program:
         return sum(
             n
             for a in self.actions
-            for messages in ([a] if isinstance(a, PeerMessages) else a.steps if isinstance(a, Steps) else [])
-            for peer, n in messages.sends
+            if isinstance(a, PeerMessages | Steps)
+            for step in a.steps
+            for peer, n in step.sends
             if peer // network.workers_per_node != node
         )
 
@@ -214,7 +216,7 @@ class Recorder(Communicator):
         super().__init__(rank, size)
         self.layout = Layout(tuple(range(size)), shares=shares) if shares else None
         self.actions: list[Action] = []
-        self._operations, self._workers_per_node = 0, workers_per_node
+        self._operations, self.route = 0, Route(rank, [one // workers_per_node for one in range(size)])
         self._mail: Mail | None = None
 
     def begin(self, mail: Mail) -> None:
@@ -264,7 +266,7 @@ class Recorder(Communicator):
         return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._note(all_reduce(self.size, self.rank, self._workers_per_node, check.num_bytes(tensor)))
+        return self._note(all_reduce(self.route, check.num_bytes(tensor)))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))

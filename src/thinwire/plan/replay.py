@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Moves, PeerMessages, Steps
+from .operations import PeerMessages, Steps
 from .trace import Entry
-
-_MOVES: dict[str, Callable[..., Moves]] = {
-    "messages": PeerMessages,
-    "steps": lambda *steps: Steps(tuple(PeerMessages(*step) for step in steps)),
-}
 
 
 class Replay:
@@ -28,7 +23,7 @@ class Replay:
     Example:
         >>> from thinwire.plan import Link
         >>> def work(peer):
-        ...     return [[0, [["work", 0.5], ["messages", 0, [[peer, 1000]], [[peer, 1000]]], ["wait", 0]]]]
+        ...     return [[0, [["work", 0.5], ["messages", 0, [[[peer, 1000]], [[peer, 1000]]]], ["wait", 0]]]]
         >>> Replay(Network(2, outer=Link(bytes_per_second=1000.0))).play([work(1), work(0)])
         1.5
     """
@@ -89,12 +84,12 @@ class Replay:
             elif (rank, value) in self._gates:  # others ended before the last piece
                 yield self._gates[rank, value]
 
-    def _begin(self, rank: int, kind: str, gate: Operation, what: list[Any]) -> None:
+    def _begin(self, rank: int, kind: str, gate: Operation, steps: list[Any]) -> None:
         """Start an operation, or pass a mark; `gate` ends with it."""
         end = partial(self._end, gate)
         if kind == "mark":
             return end()
-        operation = self._engine.issue(rank, _MOVES[kind](*what))
+        operation = self._engine.issue(rank, Steps(tuple(PeerMessages(*step) for step in steps)))
         if operation.is_under_way(self._engine.now):
             operation.waiting.append(end)
         else:

@@ -2,11 +2,10 @@
 
 An entry is a list, ready for JSON:
 
-    ["work", seconds]                         the thread computes
-    ["messages", number, sends, receives]     it starts an operation; bytes by peer
-    ["steps", number, [sends, receives], ...] it starts an operation of several steps
-    ["mark", number]                          it gets to here
-    ["wait", number]                          it waits for the operation or the mark of this number
+    ["work", seconds]                             the thread computes
+    ["messages", number, [sends, receives], ...]  it starts an operation of one or more steps; bytes by peer
+    ["mark", number]                              it gets to here
+    ["wait", number]                              it waits for the operation or the mark of this number
 
 Computation is either the processor time of each thread between its calls, or what `compute` declares and nothing else.
 Processor time in the communicator itself does not count. It stands for the network library's.
@@ -19,7 +18,7 @@ import time
 from typing import Any
 
 from ..algorithm import require
-from .operations import Moves, Steps
+from .operations import Moves
 
 Entry = list[Any]
 
@@ -36,7 +35,7 @@ class Trace:
         >>> trace.compute(0.5)
         >>> trace.wait(trace.issue(PeerMessages(((1, 100),), ())))
         >>> trace.take()
-        [[0, [['work', 0.5], ['messages', 0, ((1, 100),), ()], ['wait', 0]]]]
+        [[0, [['work', 0.5], ['messages', 0, [((1, 100),), ()]], ['wait', 0]]]]
     """
 
     def __init__(self, measures: bool):
@@ -71,9 +70,7 @@ class Trace:
     def issue(self, moves: Moves) -> int:
         """The calling thread starts an operation; returns its number."""
         self.charge()
-        if isinstance(moves, Steps):
-            return self._numbered("steps", *([step.sends, step.receives] for step in moves.steps))
-        return self._numbered("messages", moves.sends, moves.receives)
+        return self._numbered("messages", *([step.sends, step.receives] for step in moves.steps))
 
     def mark(self) -> int:
         """A mark in the calling thread; returns its number."""

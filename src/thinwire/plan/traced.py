@@ -20,6 +20,7 @@ from ..comm.background import Background
 from ..comm.base import Start
 from ..comm.channel import Channel
 from ..comm.local_world import LocalCommunicator
+from ..comm.sums import Route
 from .network import Network
 from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
 from .replay import Replay
@@ -47,6 +48,7 @@ class TracedCommunicator(Communicator):
         require(not comm.is_elastic, "a modelled network has a fixed number of workers; leave elastic rounds out")
         self.ledger, self.global_ranks, self.device = comm.ledger, comm.global_ranks, comm.device
         self._comm, self._network, self._measures = comm, network, measures
+        self.route = Route(comm.rank, [rank // network.workers_per_node for rank in range(comm.size)])
         self._side: Communicator = comm
         self._begun_at = 0.0
         self._replay: Replay | None = None
@@ -112,8 +114,8 @@ class TracedCommunicator(Communicator):
         return partial(_wait_traced, wait, trace, number)
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        moves = all_reduce(self.size, self.rank, self._network.workers_per_node, tensor.nbytes)
-        return self._traced(moves, [tensor], partial(self._comm._start_all_reduce, tensor))
+        start = partial(self._comm._start_all_reduce, tensor)
+        return self._traced(all_reduce(self.route, tensor.nbytes), [tensor], start)
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         receives = self._others(gathered)

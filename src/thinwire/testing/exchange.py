@@ -13,6 +13,7 @@ from ..average.mean.exchange import Exchange, Load
 from ..average.mean.exchange.base import split_like
 from ..codec import QSGD, SVD, Cast, Codec, Identity, RandomK, SignSGD, TernGrad, Threshold, TopK, chain
 from ..memory import ErrorFeedback
+from ..plan.replay import Replay
 from .exchange_round import EVEN, ExchangeRound, Outcome, flat, run
 
 CODECS: tuple[Codec, ...] = (
@@ -183,15 +184,15 @@ def _check_cost(even: ExchangeRound) -> None:
     if not is_asked or not codec.traits.fixed_size or codec.traits.agreement is not None:
         return
     outcomes = run(replace(even, remembers=True))
-    steps, counted = exchange.steps(size, n), max(outcome.num_steps for outcome in outcomes)
+    steps, counted = exchange.steps(size, n), round(Replay(even.network).play([outcome.trace for outcome in outcomes]))
     assert steps == counted, f"{even}: {counted} messages follow one another, `steps` says {steps}"
     if exchange.is_uniform:
         for kind in (outcomes[::n], [o for rank, o in enumerate(outcomes) if rank % n]):
-            peers = [len(outcome.sent) for outcome in kind]
+            peers = [len({peer for peer, _ in outcome.sends}) for outcome in kind]
             assert len(set(peers)) <= 1, f"{even}: workers send to {peers} peers, so `is_uniform` must be False"
     leaves = [0.0] * (size // n)
     for rank, outcome in enumerate(outcomes):
-        leaves[rank // n] += sum(num_bytes for peer, num_bytes in outcome.sent.items() if peer // n != rank // n)
+        leaves[rank // n] += sum(num_bytes for peer, num_bytes in outcome.sends if peer // n != rank // n)
     cost = exchange.cost(load)
     # How many coordinates a worker selects of each owner depends on their values.
     is_right = math.isclose(cost, max(leaves), rel_tol=0.1 if exchange.selects_again else 1e-9)

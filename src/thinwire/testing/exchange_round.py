@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from ..clock import Clock
 from ..codec import Codec, Key, Selection
 from ..comm import Communicator, LocalWorld
 from ..comm.local_world import LocalCommunicator
-from .timed import Departures, TimedCommunicator
+from ..plan import Link, Network
+from ..plan.traced import TracedCommunicator
 
 SEED, STEP = 5, 3
 
@@ -37,8 +38,8 @@ BUCKETS = (
     Bucket({"weight": (11, 41)}, 0),
     Bucket({}, 9),
 )
-# Every W divides these, so that formulas are exact.
-EVEN = (Bucket({"kernel": (120, 48), "weight": (60, 16)}, 60),)
+# Every W divides these, so that formulas are exact; large enough for all-reduces by hosts.
+EVEN = (Bucket({"kernel": (240, 240), "weight": (120, 120)}, 18_000),)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,12 @@ class ExchangeRound:
     overwrites: bool = False
     combines: bool = False
     bad: float | None = None
+
+    @property
+    def network(self) -> Network:
+        """On which a message takes a second, and a byte no time."""
+        link = Link(bytes_per_second=1e30, latency_seconds=1.0)
+        return Network(self.size, self.workers_per_node, outer=link, inner=link)
 
     def __str__(self) -> str:
         nodes = f", {self.workers_per_node} a node" if self.workers_per_node > 1 else ""
@@ -107,8 +114,7 @@ class Outcome:
         residual: what the job's tensors hold.
         masked: 1 where nothing was sent for this worker, if the exchange tells.
         owned: by tensor, the memory of the second encoding.
-        sent: peer -> bytes.
-        num_steps: of all messages, one after the other.
+        trace: what was sent, and waited for.
         is_late: whether anything was sent after `begin`.
     """
 
@@ -118,14 +124,18 @@ class Outcome:
     residual: Tensor
     masked: Tensor
     owned: list[Tensor]
-    sent: Mapping[int, float]
-    num_steps: int
+    trace: list[Any]
     is_late: bool
+
+    @property
+    def sends(self) -> list[tuple[int, float]]:
+        """The receivers and bytes of all messages."""
+        moves = [steps for _, entries in self.trace for kind, _, *steps in entries if kind == "messages"]
+        return [send for steps in moves for sends, _ in steps for send in sends]
 
 
 def run(case: ExchangeRound) -> list[Outcome]:
-    departures: Departures = defaultdict(list)
-    outcomes: list[Outcome] = LocalWorld(case.size).run(_worker, case, departures)
+    outcomes: list[Outcome] = LocalWorld(case.size).run(_worker, case)
     for rank, outcome in enumerate(outcomes):
         if case.exchange.one_step and case.codec.traits.agreement is None:
             assert not outcome.is_late, f"{case}: rank {rank} sends something after `begin`, in spite of `one_step`"
@@ -140,22 +150,24 @@ def run(case: ExchangeRound) -> list[Outcome]:
     return outcomes
 
 
-def _worker(comm: LocalCommunicator, case: ExchangeRound, departures: Departures) -> Outcome:
-    timed, owners, is_late = TimedCommunicator(comm, departures), _owners(comm, case), False
+def _worker(comm: LocalCommunicator, case: ExchangeRound) -> Outcome:
+    traced, owners, is_late = TracedCommunicator(comm, case.network, measures=False), _owners(comm, case), False
+    traced.start(comm)
+    assert traced.trace is not None
     done = list[tuple[Job, list[Tensor], Tensor, bool]]()
     for buckets in [case.buckets] if case.together else [(bucket,) for bucket in case.buckets]:
         flights = list[PendingExchange]()
         for bucket in buckets:
-            flight = PendingExchange(case.exchange.begin, _job(timed, case, bucket, owners), counts=False)
+            flight = PendingExchange(case.exchange.begin, _job(traced, case, bucket, owners), counts=False)
             # As `Mean` does it: in the same order on all workers.
             for earlier in flights:
                 earlier.advance()
             flights.append(flight)
             for tensor in flight.job.tensors if case.overwrites else ():
                 tensor.fill_(math.nan)
-        sent = timed.ledger.bytes_sent
+        sent = traced.ledger.bytes_sent
         done += [_finished(flight, flights) for flight in flights]
-        is_late = is_late or timed.ledger.bytes_sent > sent
+        is_late = is_late or traced.ledger.bytes_sent > sent
     jobs, totals, dense, finite = zip(*done, strict=True)
     if owners is not None:
         OWNER_MEMORY.commit(owners)
@@ -166,8 +178,7 @@ def _worker(comm: LocalCommunicator, case: ExchangeRound, departures: Departures
         residual=flat([tensor for job in jobs for tensor in job.tensors]),
         masked=flat([mask for job in jobs for mask in job.masked]),
         owned=[] if owners is None else [owners.residual[name] for job in jobs for name in job.names],
-        sent=timed.sent,
-        num_steps=timed.num_steps,
+        trace=traced.trace.take(),
         is_late=is_late,
     )
 

@@ -27,6 +27,7 @@ from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.groups import GlooGroups
 from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, meet
+from thinwire.comm.ledger import Traffic
 from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
 
@@ -428,6 +429,7 @@ def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_ro
             committed.append(comm.close_round(True))
             group.error = None
         comm.close()
+        assert comm.ledger.collectives["all_reduce"] == Traffic(calls=3, messages=3, bytes_sent=36, bytes_received=36)
         return committed, group.done, group.places
 
     first, second = LocalWorld(2).run(worker)
@@ -479,6 +481,7 @@ def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
             assert comm.broadcast(torch.tensor([comm.rank]), 1).wait().tolist() == [1]
             assert comm.close_round(True)
         comm.close()
+        assert comm.ledger.collectives["all_reduce"] == Traffic(calls=3, messages=3, bytes_sent=36, bytes_received=36)
         return sums
 
     assert LocalWorld(2).run(worker) == [[[1.0, 3.0, 5.0]] * 3] * 2

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from functools import partial
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...codec import Codec
 from ...comm import Communicator
+from ...comm.compare import have_same_bits
 from ...membership import State, averaged, config, restart
 from ...schedule import resolve
 from ..base import Before, NamedTensors
@@ -93,11 +93,10 @@ class Choco(FittedGossip):
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
         # Workers compare hashes, because gathering the values would cost as much as a dense round.
-        own = "" if x.is_meta else hashlib.blake2b(x.cpu().numpy().data, digest_size=16).hexdigest()  # meta: no values
-        digests = comm.gather_objects(own)
+        is_equal = have_same_bits(comm, [x])
         is_finite = kernels.flags.read(kernels.all_finite([x]))
         # A copy that is not finite would stay so: `_absorb` adds nothing that is not finite to the copies.
-        start = x if len(set(digests)) == 1 and is_finite else torch.zeros_like(x)
+        start = x if is_equal and is_finite else torch.zeros_like(x)
         return ChocoMemory(state.layout, start, torch.zeros_like(start, dtype=torch.float64))
 
     def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:

@@ -272,6 +272,7 @@ class ElasticCommunicator(Communicator):
             )
             try:
                 self.rank, self.size = self._forming.connect(claims), len(claims)
+                self.route = self._groups.route
                 return claims
             except CommunicationError as error:  # a worker died meanwhile, or the Lighthouse restarts
                 if time.monotonic() > deadline:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -15,9 +14,9 @@ from ...algorithm import require
 from ..background import Later
 from ..exit import until_exit
 from ..gloo import Works, hang_up, post, wait_and_copy, wait_for_all
-from ..handle import CommunicationError, reason_of
+from ..handle import CommunicationError
 from ..numbered import Numbers, Wait
-from ..sums import Sums
+from ..sums import Route, Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
@@ -33,9 +32,11 @@ class Groups(ABC):
     Attributes:
         limit: how long to wait for a message between processors; it may be changed.
         nccl: what sends tensors between GPUs; None if they go through main memory.
+        route: of all-reduces between those that are connected.
     """
 
     nccl: Any = None
+    route: Route
 
     def __init__(self, timeout: timedelta):
         self.limit = self._timeout = timeout
@@ -119,9 +120,10 @@ class GlooGroups(Groups):
         if self.nccl is not None:
             self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
         self._gloo = group
-        over = partial(post, partial(_begin, group.send), partial(_begin, group.recv), self._waiting)
         # Workers of one host are few; to find them would take a step in each round.
-        self._sums = Sums(rank, range(size), over, Numbers(size), Later())
+        self.route = Route(rank, range(size))
+        self._numbers = Numbers(size)
+        self._sums = Sums(self.route, partial(post, group, self._waiting), self._numbers, Later())
 
     def hang_up(self) -> None:
         if self.nccl is not None:
@@ -145,9 +147,7 @@ class GlooGroups(Groups):
         return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        works = [(f"from rank {peer}", _begin(self._gloo.recv, tensor, peer)) for peer, tensor in receives.items()]
-        works += [(f"to rank {peer}", _begin(self._gloo.send, tensor, peer)) for peer, tensor in sends.items()]
-        return self._waiting(works)
+        return post(self._gloo, self._waiting, self._numbers.sending(sends), self._numbers.receiving(receives))
 
     def _waiting(self, works: Works) -> Wait:
         # Each wait names its limit, because Gloo's own one is that of connecting.
@@ -195,6 +195,7 @@ class TcpGroups(Groups):
                     listens=self._listens,
                     relay=self._relay,
                 )
+                self.route = self._comm.route
         except WrongContact as error:
             raise Missing([error.rank]) from error
 
@@ -213,13 +214,6 @@ class TcpGroups(Groups):
             raise CommunicationError("the round was given up")
         self._comm.limit_seconds = self.limit.total_seconds()
         return self._comm
-
-
-def _begin(operation: Callable[..., Any], tensor: Tensor, peer: int, tag: int = 0) -> Any:
-    try:
-        return operation([tensor], peer, tag)
-    except RuntimeError as error:
-        raise CommunicationError(f"rank {peer}: {reason_of(error)}") from error
 
 
 def _order_stream(work: Any) -> None:

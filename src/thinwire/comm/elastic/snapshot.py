@@ -7,7 +7,7 @@
     root        the SHA-256 of the names and manifests of the sections that are the same on all workers
 
 A snapshot is taken when a round begins with a worker that must be healed, on all workers that are up to date. A listener
-(`tls.py`) serves it while the round lasts. It answers
+(`tls/connections.py`) serves it while the round lasts. It answers
 
     "manifests", key, name, ...   -> "ok", the manifest of each section; empty if there is none of this name
     "chunk", key, name, number    -> "ok", the bytes
@@ -23,16 +23,15 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
+from ..compare import hashes
 from .state_bytes import tensors_begin
 
 CHUNK_BYTES = 1 << 20
 HASH_BYTES = 32
-HASHING_THREADS = 4
 SIZES = struct.Struct("<QQ")
 OK, WAIT, GONE, FAILED = b"ok", b"wait", b"gone", b"failed"
 MAX_KEYS = 100  # of rounds that have ended
@@ -61,12 +60,8 @@ class Manifest(NamedTuple):
     @classmethod
     def of(cls, section: Tensor) -> Manifest:
         """The manifest of a section, (n,) uint8."""
-        view = memoryview(section.numpy())  # type: ignore[arg-type]  # NumPy's type says so from Python 3.12 on
-        bare = cls(len(view), min(tensors_begin(section), len(view)), b"")
-        # `hashlib` releases the GIL, so that threads hash at the same time.
-        with ThreadPoolExecutor(HASHING_THREADS) as pool:
-            hashes = pool.map(lambda number: hashlib.sha256(view[bare.place(number)]).digest(), range(bare.num_chunks))
-            return bare._replace(hashes=b"".join(hashes))
+        bare = cls(len(section), min(tensors_begin(section), len(section)), b"")
+        return bare._replace(hashes=b"".join(hashes(section[bare.place(number)] for number in range(bare.num_chunks))))
 
     @classmethod
     def parsed(cls, data: bytes) -> Manifest:

@@ -11,7 +11,6 @@ import math
 import struct
 import time
 from collections.abc import Callable, Iterable
-from itertools import count
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -22,7 +21,7 @@ from .. import channel, check
 from ..buffers import as_bytes
 from ..channel import HEADER_BYTES, Channel
 from ..handle import CommunicationError
-from ..numbered import TaggedMessage
+from ..numbered import Numbers
 from .endpoint import CLOSE_SECONDS, Endpoint, Meeting
 
 HEADER = struct.Struct("<qB")  # bytes of the payload, and kind
@@ -53,12 +52,14 @@ class TcpChannel(Channel):
         self._rank, self._timeout = meeting.rank, meeting.timeout_seconds
         self._record, self._max_bytes = record, max_bytes
         self._endpoint = Endpoint(meeting, peers, is_channel=True)
-        # Messages of the engine. The first one is a byte, so that all are connected when this returns.
-        self._sent, self._received = ({peer: count(1) for peer in peers} for _ in range(2))
+        self._numbers = Numbers(meeting.size)
+        # The engine's first message is a byte, so that all are connected when this returns.
         byte = torch.zeros(1, dtype=torch.uint8, device="cpu")
         first = [
-            self._endpoint.begin([TaggedMessage(p, 0, byte)], [TaggedMessage(p, 0, torch.empty_like(byte))])
-            for p in peers
+            self._endpoint.begin(
+                self._numbers.sending({peer: byte}), self._numbers.receiving({peer: torch.empty_like(byte)})
+            )
+            for peer in peers
         ]
         try:
             for operation in first:
@@ -77,8 +78,7 @@ class TcpChannel(Channel):
         check.message(self._rank, peer, body.numel(), self._max_bytes)
         # `frombuffer` warns about memory that cannot be written to, such as `bytes`.
         header = torch.frombuffer(bytearray(HEADER.pack(body.numel(), kind)), dtype=torch.uint8)
-        parts = [header, body] if body.numel() else [header]
-        messages = [TaggedMessage(peer, next(self._sent[peer]), part) for part in parts]
+        messages = [message for part in (header, body) for message in self._numbers.sending({peer: part})]
         self._endpoint.wait(self._endpoint.begin(messages, []))
         self._record(1, HEADER_BYTES + body.numel(), 0)
 
@@ -109,7 +109,7 @@ class TcpChannel(Channel):
         self._endpoint.close()
 
     def _expect(self, peer: int, memory: Tensor, kind: int, until: float) -> None:
-        operation = self._endpoint.begin([], [TaggedMessage(peer, next(self._received[peer]), memory)])
+        operation = self._endpoint.begin([], self._numbers.receiving({peer: memory}))
         self._expected[peer] = Expected(operation, memory, kind, until)
 
     def _expect_header(self, peer: int) -> None:

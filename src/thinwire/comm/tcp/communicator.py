@@ -34,13 +34,13 @@ from ..base import Communicator, Start
 from ..buffers import as_bytes, flat_like
 from ..channel import Channel
 from ..handle import CommunicationError, Handle, nothing
-from ..ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
+from ..ledger import Ledger, broadcast_tree
 from ..notice import START_SECONDS
 from ..numbered import Numbers, TaggedMessage
 from ..process_group import Group, ProcessGroupCommunicator
 from ..reduction import Reduction, summing
 from ..store import gathering, host_of
-from ..sums import Sums
+from ..sums import Route, Sums
 from .channel import TcpChannel
 from .connections import Place
 from .endpoint import CLOSE_SECONDS, Endpoint, Meeting
@@ -70,7 +70,6 @@ class TcpCommunicator(Communicator):
 
     Attributes:
         limit_seconds: how long to wait for an operation, whatever comes meanwhile; it may be changed.
-        is_near: whether no two workers are a long line apart, `LONG_SECONDS`.
 
     Raises:
         ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
@@ -174,12 +173,14 @@ class TcpCommunicator(Communicator):
         self._endpoint = Endpoint(meeting, peers)
         self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
         self._numbers, self._later = Numbers(self.size), Later()
-        self._sums = Sums(self.rank, self._connections.hosts, self._post, self._numbers, self._later)
+        self.route = Route(self.rank, self._connections.hosts)
+        self._sums = Sums(self.route, self._post, self._numbers, self._later)
         self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
         try:
             self.barrier()  # all are connected
             trips = [self.counts(peer).round_trip_seconds for peer in peers]
-            self.is_near = self.all_true(max(trips, default=0.0) < LONG_SECONDS)
+            if self.all_true(max(trips, default=0.0) < LONG_SECONDS):
+                self.route.shard_bytes = SHARD_BYTES
         except (CommunicationError, ValueError):
             self.abandon()
             raise
@@ -194,7 +195,8 @@ class TcpCommunicator(Communicator):
         return comm
 
     def reordered(self, order: Sequence[int]) -> TcpCommunicator:
-        """`another`, in which rank r is this one's rank `order[r]`."""
+        if self._meeting.place.credentials is not None:
+            raise ValueError(f"rank {self.rank}: workers with credentials keep their ranks; leave layout out.")
 
         def gather(own: Any) -> list[Any]:
             told = self.gather_objects(own)
@@ -225,17 +227,9 @@ class TcpCommunicator(Communicator):
             root: the one worker whose tensor becomes the result; None for all.
         """
         check.tensor(self, "reduce", tensor)
-        num_bytes, others = check.num_bytes(tensor), self.size - 1
-        half, whole = others * num_bytes // self.size, ring_all_reduce_bytes(self.size, num_bytes)
-        if root is None:
-            messages, sent, received = 2 * others, whole, whole
-        elif root == self.rank:
-            messages, sent, received = others, half, whole
-        else:
-            messages, sent, received = others + 1, num_bytes, half
+        traffic = self.route.traffic(tensor, reduction, root)
         start = partial(self._start_all_reduce, tensor.detach(), reduction, root)
-        name = "all_reduce" if root is None else "reduce"
-        return self._submit(name, [tensor], start, tensor, (messages if num_bytes else 0, sent, received))
+        return self._submit("all_reduce" if root is None else "reduce", [tensor], start, tensor, traffic)
 
     def reduce_scatter(self, parts: list[Tensor], out: Tensor, reduction: Reduction = summing) -> Handle:
         """Combine `parts[self.rank]` over all workers into `out`. `wait()` returns it.
@@ -281,7 +275,7 @@ class TcpCommunicator(Communicator):
         return Handle(lambda: handle.wait()[0])
 
     def _check_tagged(self, operation: str, tensor: Tensor, peer: int | None, tag: int) -> None:
-        check.peers(self, operation, "peer", {} if peer is None else {peer: tensor})
+        check.peers(self, operation, "peer", [] if peer is None else [peer])
         check.tensor(self, operation, tensor)
         if not 0 <= tag <= MAX_TAG:
             raise ValueError(f"rank {self.rank}: {operation} expects a tag in 0..{MAX_TAG}, got {tag}.")
@@ -372,4 +366,4 @@ class TcpCommunicator(Communicator):
     def _start_all_reduce(
         self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None
     ) -> Callable[[], Any]:
-        return self._sums.start(tensor, reduction, root, swaps=not (self.is_near and tensor.nbytes >= SHARD_BYTES))
+        return self._sums.start(tensor, reduction, root)

@@ -1,7 +1,7 @@
 """Makes the connections between workers, and makes them anew when they are lost.
 
 Every worker listens on one port, unless it can only dial out. Of two workers, the one with the higher rank connects, or the one
-that the other cannot reach; if none reaches the other, both dial a relay (`relay.py`). Both prove that they know the run's
+that the other cannot reach; if none reaches the other, both dial a relay (`tls/relay.py`). Both prove that they know the run's
 secret (`handshake.py`). With credentials, they do so inside TLS, and each has the certificate of the worker that it says it
 is. Then the engine has the socket. The engine reports when a connection was lost and when more of them
 would be faster. Lost ones are replaced until the time limit:

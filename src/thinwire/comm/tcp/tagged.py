@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,9 +25,6 @@ from ..background import Background
 from ..handle import CommunicationError
 from ..numbered import TaggedMessage
 from .endpoint import Endpoint
-
-if TYPE_CHECKING:
-    pass
 
 MAX_TAG = (1 << 21) - 1
 UNASKED_BYTES = 1 << 24  # to one peer; the engine keeps four times as much for it, of all kinds of messages

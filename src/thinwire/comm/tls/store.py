@@ -1,6 +1,6 @@
 """A store of `torch.distributed` over TLS, where the workers of a run with credentials meet.
 
-One worker has the keys and values, and answers the others; see `tls.py`.
+One worker has the keys and values, and answers the others; see `connections.py`.
 """
 
 from __future__ import annotations
