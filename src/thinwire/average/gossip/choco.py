@@ -11,7 +11,7 @@ from torch import Tensor
 from ... import kernels
 from ...codec import Codec
 from ...comm import Communicator
-from ...comm.compare import have_same_bits
+from ...comm.compare import differing
 from ...membership import State, averaged, config, restart
 from ...schedule import resolve
 from ..base import Before, NamedTensors
@@ -93,7 +93,7 @@ class Choco(FittedGossip):
     def init_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> ChocoMemory:
         x = state.layout.flatten(tensors)
         # Workers compare hashes, because gathering the values would cost as much as a dense round.
-        is_equal = have_same_bits(comm, [x])
+        is_equal = not differing(comm, [x])
         is_finite = kernels.flags.read(kernels.all_finite([x]))
         # A copy that is not finite would stay so: `_absorb` adds nothing that is not finite to the copies.
         start = x if is_equal and is_finite else torch.zeros_like(x)

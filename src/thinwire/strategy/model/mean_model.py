@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ...comm import Communicator
+from ...comm.compare import differing
 from ...kernels.random import mix_key, uniform
 from .joined import exchange_joined
 from .models import broadcast_from_zero, unexpanded, values_of
@@ -75,27 +76,37 @@ def holding_mean(
 ) -> Iterator[None]:
     """Context in which `tensors` and `buffers` hold their means over all workers; both are restored at its end.
 
-    Integer and boolean buffers, such as counters, hold rank 0's values.
+    Integer and boolean buffers, such as counters, hold rank 0's values. Workers first compare hashes of all values. What is
+    equal stays as it is, bit for bit; of the rest, an all-reduce adds up float32, or float64 where tensors are.
     """
     own = [unexpanded(values_of(t)) for t in [*tensors, *buffers]]
     before = [t.clone() for t in own]
-    statistics = own[len(tensors) :]
     try:
         with torch.no_grad():
-            _store_mean(own[: len(tensors)], weight, comm)
-            _store_mean([b for b in statistics if b.is_floating_point()], 1.0, comm)
-            broadcast_from_zero([b for b in statistics if not b.is_floating_point()], comm)
+            _store_means(own[: len(tensors)], weight, own[len(tensors) :], comm)
         yield
     finally:
         for t, old in zip(own, before, strict=True):
             t.copy_(old)
 
 
-def _store_mean(tensors: Sequence[Tensor], weight: float, comm: Communicator) -> None:
-    # float64, so that the mean of equal models is that model, bit for bit.
-    exchange_joined(
-        tensors,
-        lambda values: comm.all_reduce(values.mul_(weight)),
-        lambda t, total: t.copy_(total / comm.size),
-        torch.float64,
-    )
+def _store_means(tensors: list[Tensor], weight: float, buffers: list[Tensor], comm: Communicator) -> None:
+    if not (tensors or buffers):
+        return
+    of_weight = torch.tensor(weight, dtype=torch.float64)
+    found = {id(t) for t in differing(comm, [of_weight, *tensors, *buffers])}
+    is_weighted = weight != 1.0 or id(of_weight) in found
+    _store_mean([t for t in tensors if is_weighted or id(t) in found], weight, comm)
+    changed = [b for b in buffers if id(b) in found]
+    _store_mean([b for b in changed if b.is_floating_point()], 1.0, comm)
+    broadcast_from_zero([b for b in changed if not b.is_floating_point()], comm)
+
+
+def _store_mean(tensors: list[Tensor], weight: float, comm: Communicator) -> None:
+    for dtype in (torch.float32, torch.float64):
+        exchange_joined(
+            [t for t in tensors if torch.promote_types(t.dtype, torch.float32) == dtype],
+            lambda values: comm.all_reduce(values.mul_(weight)),
+            lambda t, total: t.copy_(total / comm.size),
+            dtype,
+        )

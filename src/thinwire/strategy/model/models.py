@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from ...algorithm import require
 from ...comm import Communicator
-from ...comm.compare import have_same_bits
+from ...comm.compare import differing
 from .joined import exchange_joined
 from .shards import is_sharded, local, reshard
 
@@ -134,7 +134,7 @@ def refuse_shards(call: str, model: nn.Module) -> None:
 def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None:
     """Give every worker rank 0's parameters and buffers, once all have the same names, shapes and dtypes.
 
-    They travel only if workers differ, by a hash of the bits of all values.
+    Those travel in which workers differ, by a hash of the bits of all values.
 
     Of a sharded model each worker gets the shard that rank 0 of `comm` holds.
 
@@ -148,9 +148,7 @@ def make_equal(module: nn.Module, comm: Communicator, **options: object) -> None
     """
     tensors = [(name, local(t)) for name, t in _tensors(module)]
     comm.check_agreement({name: f"{tuple(t.shape)} {t.dtype}" for name, t in tensors} | options)
-    values = [t for _, t in tensors]
-    if not have_same_bits(comm, values):
-        broadcast_from_zero(values, comm)
+    broadcast_from_zero(differing(comm, [t for _, t in tensors]), comm)
 
 
 def broadcast_from_zero(tensors: Iterable[Tensor], comm: Communicator) -> None:

@@ -69,7 +69,7 @@ def train_by_gossip(comm, folder: Path) -> int:
 def test_a_test_and_the_checkpoint_after_it_compute_the_mean_model_once(tmp_path, cache):
     sent = spawn(3, train_by_gossip, tmp_path)
     parameters = sum(p.numel() for p in DigitsNet().build().parameters())
-    of_an_epoch = 4 / 3 * 8 * (SKETCH_SIZE + parameters)
+    of_an_epoch = 4 / 3 * (8 * SKETCH_SIZE + 4 * parameters)
     assert all(2 * of_an_epoch < num_bytes < 2.1 * of_an_epoch for num_bytes in sent)
 
 
