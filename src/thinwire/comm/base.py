@@ -75,6 +75,7 @@ class Communicator(Rounds, ABC):
         self.rank, self.size, self.process = rank, size, os.getpid()
         self.ledger = Ledger(size)
         self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
+        self._aborted = ""  # why
 
     # ---- operations ----
 
@@ -237,11 +238,12 @@ class Communicator(Rounds, ABC):
         """Close the communicator after an error, without waiting for other workers: what is under way may never end."""
         self._end(self._abandon)
 
-    def _end(self, end: Callable[[], None]) -> None:
+    def _end(self, end: Callable[[], None], aborted: str = "") -> None:
+        """Call `end`, unless the communicator has ended before; `aborted` says why later operations fail."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._aborted = True, aborted
         end()
 
     def __enter__(self) -> Communicator:
@@ -383,6 +385,8 @@ class Communicator(Rounds, ABC):
         messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
         before = debug.checksums(messages)
         with self._lock:
+            if self._aborted:
+                raise CommunicationError(f"rank {self.rank}: {operation} failed: {self._aborted}")
             if self._closed:
                 raise ValueError(f"rank {self.rank}: {operation} on a communicator that was closed. Close it last.")
             wait = self._issue(tensors, start)
