@@ -43,7 +43,7 @@ from . import check
 from .background import Background
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
-from .compare import fingerprint, parsed, raise_disagreement
+from .compare import FAILURE, fingerprint, parsed, raise_disagreement
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree, ring_all_reduce_bytes
 from .rounds import Rounds
@@ -202,12 +202,17 @@ class Communicator(Rounds, ABC):
         It costs 32 bytes a message while workers agree; the dictionaries travel only if they differ.
 
         Raises:
-            ValueError: on every worker; it names each key that differs, its values, and their ranks.
+            ValueError: on every worker; it names each key that differs, its values, and their ranks. On the others, where one
+                calls `tell_failure` in its place.
         """
         described = {str(key): repr(value) for key, value in what.items()}
         found = self.gather_if_different(described)
         if any(one != described for one in found):
             raise_disagreement(found)
+
+    def tell_failure(self, text: str) -> None:
+        """Let `check_agreement` of the other workers raise an error with this text. Blocks."""
+        self.gather_if_different({FAILURE: text})
 
     def open_channel(self, peers: Iterable[int], max_bytes: int = MAX_BYTES) -> Channel:
         """Connect this worker with some peers for messages in no common order; see `channel.py`. All workers call it.

@@ -9,6 +9,8 @@ from typing import Any
 from .handle import CommunicationError
 
 ABSENT = "(absent)"
+FAILURE = "failure"
+"""The one key of a worker that has failed; it says why."""
 MAX_CHARS = 160
 
 
@@ -19,6 +21,9 @@ def fingerprint(described: dict[str, Any]) -> bytes:
 
 def raise_disagreement(described: list[dict[str, str]]) -> None:
     """Raises the ValueError that tells the workers' dictionaries apart; `described[r]` is that of rank r."""
+    for rank, one in enumerate(described):
+        if one.keys() == {FAILURE}:
+            raise ValueError(f"rank {rank} failed: {one[FAILURE]}")
     keys = dict.fromkeys(key for one in described for key in one)
     differing = {key: [one.get(key, ABSENT) for one in described] for key in keys}
     differing = {key: values for key, values in differing.items() if len(set(values)) > 1}

@@ -16,6 +16,7 @@ from ...codec import Codec
 from ...comm import Communicator, Group
 from ...options import require_choice, require_integer
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .steps import ParameterGossip
 
 ORDERS = ("combine_then_adapt", "adapt_then_combine")
@@ -132,7 +133,10 @@ class Gossip(Averaging[ParameterGossip]):
         return Rhythm(every=steps, delay=steps)
 
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> ParameterGossip:
-        return ParameterGossip(self, model, optimizer, runtime)
+        with checked_alone(model, runtime):
+            attachment = ParameterGossip(self, model, optimizer, runtime)
+        attachment.attach()
+        return attachment
 
 
 def gossip_parameters(

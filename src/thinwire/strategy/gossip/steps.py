@@ -42,6 +42,9 @@ class ParameterGossip(OwnModelAttachment):
     def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         _require_exact(strategy.averager, self.parameters)
+
+    def attach(self) -> None:
+        """Connect the workers, and follow the optimizer's steps."""
         with self._attaching() as comm:
             self._follow(comm)
             self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
@@ -49,7 +52,7 @@ class ParameterGossip(OwnModelAttachment):
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
             self._on_detach(self._rounds.to_debiased)
-            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._take_part)
+            self._watch = ScalerWatch(self._scaler, self._optimizer, self._take_part)
             self._on_detach(self._watch.remove)
 
     @property

@@ -17,6 +17,7 @@ from ...average.base import Averager
 from ...comm import Communicator, Group
 from ...options import require_integer, require_kind, require_number
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .fragments import Fragments
 from .inverse_norm import InverseNorm
 from .outer_sgd import OuterSGD
@@ -205,7 +206,10 @@ class Local(Averaging[LocalUpdates]):
         return {name: value for name, value in super().options().items() if name != "outer"}
 
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> LocalUpdates:
-        return LocalUpdates(self, model, optimizer, runtime)
+        with checked_alone(model, runtime):
+            attachment = LocalUpdates(self, model, optimizer, runtime)
+        attachment.attach()
+        return attachment
 
 
 def local_updates(

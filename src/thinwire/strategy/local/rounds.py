@@ -154,6 +154,10 @@ class LocalUpdates(OwnModelAttachment):
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._clock, self._asynchronous = Clock(), None
+
+    def attach(self) -> None:
+        """Connect the workers, and follow the optimizer's steps."""
+        strategy = self.strategy
         with self._attaching() as comm:
             self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
@@ -186,7 +190,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._after_step)
+            self._watch = ScalerWatch(self._scaler, self._optimizer, self._after_step)
             self._on_detach(self._watch.remove)
 
     def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
