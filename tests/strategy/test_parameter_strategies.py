@@ -526,3 +526,26 @@ def test_an_asynchronous_strategy_that_is_dropped_ends_its_thread():
         return thread.is_alive()
 
     assert run(2, worker) == [False, False]
+
+
+@every_strategy
+def test_inside_the_mean_nothing_is_saved_loaded_or_detached(kind):
+    """A state beside the mean as the model would not be this worker's."""
+
+    def worker(comm):
+        model = Small()
+        optimizer = sgd(model)
+        handle = ATTACH[kind](model, optimizer, comm)
+        saved = handle.state_dict()
+        with handle.average_model():
+            for what, call in {
+                "state_dict": handle.state_dict,
+                "load_state_dict": lambda: handle.load_state_dict(saved),
+            }.items():
+                with pytest.raises(ValueError, match=rf"{CALLS[kind]}: {what}\(\) inside average_model\(\) needs"):
+                    call()
+        handle.load_state_dict(handle.state_dict())
+        with handle.average_model(), pytest.raises(ValueError, match=r"\(\) inside average_model\(\) needs"):
+            handle.detach()
+
+    run(2, worker)

@@ -78,12 +78,22 @@ class OwnModelAttachment(AveragerAttachment):
         comm = self._before_look("consensus_distance()", comm)
         return consensus_distance([p for _, p in self.parameters], self._weight, comm, self._shards)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in `AveragerAttachment`. Not inside `average_model()`, where the model to save with it is the mean."""
+        self._require_own_model("state_dict()")
+        return super().state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
+        """As in `AveragerAttachment`. Not inside `average_model()`."""
+        self._require_own_model("load_state_dict()")
+        super().load_state_dict(saved, among)
+
     @contextmanager
     def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
         """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
 
         All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's. Messages in flight
-        do not count yet.
+        do not count yet. A worker trains, saves and loads its own state outside of it.
 
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
@@ -180,5 +190,6 @@ class OwnModelAttachment(AveragerAttachment):
     def _require_own_model(self, what: str) -> None:
         require(
             not self._holds_mean,
-            f"{what} inside average_model() would be lost with the mean; call it after the context",
+            f"{self.call}: {what} inside average_model() needs this worker's own model, and it is the mean; call it after the "
+            "context",
         )

@@ -357,6 +357,7 @@ class LocalUpdates(OwnModelAttachment):
     @torch.no_grad()
     def _finish(self) -> None:
         """Merge what is in flight; the parameters stay local."""
+        self._require_own_model("detach()")
         try:
             if self._elastic is not None:
                 self._elastic.end(again=False)
