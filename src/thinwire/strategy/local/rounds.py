@@ -506,7 +506,8 @@ class LocalUpdates(OwnModelAttachment):
             is_finite = self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
             fragment.rejected = not is_finite
         tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.tensors
-        self.averager.step(fragment.state, tensors, comm).wait()
+        with comm.ledger.counted_by_steps():
+            self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
