@@ -549,3 +549,27 @@ def test_inside_the_mean_nothing_is_saved_loaded_or_detached(kind):
             handle.detach()
 
     run(2, worker)
+
+
+@pytest.mark.parametrize("kind", ["gossip", "overlap", "asynchronous"])
+def test_another_optimizer_whose_parameters_nothing_averages_is_warned_of_once(kind):
+    def worker(comm):
+        model = Small()
+        first, second = (torch.optim.SGD([p], lr=1.0) for p in (model.matrix, model.vector))
+        handles = [ATTACH[kind](model, first, comm)]
+        comm.barrier()
+        for _ in range(2):
+            step(model, first)
+            step(model, second)
+        handles.append(ATTACH[kind](model, second, comm))
+        step(model, first)
+        step(model, second)
+        for handle in handles:
+            handle.detach()
+        step(model, second)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, worker)
+    (said,) = (str(one.message) for one in caught)
+    assert said.startswith(f"{CALLS[kind]}: another SGD steps on parameters that nothing averages, such as 'vector'")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..comm import Communicator
+from .attached import BESIDE
 from .base import Attachment, AveragerAttachment
 from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
@@ -147,6 +148,19 @@ class OwnModelAttachment(AveragerAttachment):
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
+        own = {id(p) for _, p in self.parameters}
+        beside = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in own]
+        self._beside = {id(p): name for name, p in beside}
+        BESIDE.update(dict.fromkeys(self._beside, self))
+
+    def warn_beside(self, optimizer: torch.optim.Optimizer, parameters: Iterable[int]) -> None:
+        """Called before a step of an optimizer on these parameters, by their `id`, which no strategy averages."""
+        names = [self._beside[p] for p in parameters if p in self._beside]
+        if not self.is_detached and self.comm.size > 1:
+            self._advisor.say_once(
+                f"{self.call}: another {type(optimizer).__name__} steps on parameters that nothing averages, such as "
+                f"{names[0]!r}, so that each worker has its own; attach a strategy to that optimizer too"
+            )
 
     @torch.no_grad()
     def _leave_mean(self) -> None:
