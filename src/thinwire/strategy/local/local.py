@@ -49,6 +49,9 @@ class Local(Averaging[LocalUpdates]):
     (`asynchronous.py`). A worker that dies is left out of the rounds to come. With equal speeds, K = W and no delay it is the
     same bit for bit. Call `synchronize` on all workers before saving and at the end; buffers of the model stay local.
 
+    Another number of workers that loads a state goes on from the models of the last rounds. The steps since are lost, and rank
+    0 warns of it; after `synchronize` on all workers there are none.
+
     Parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or unfreezing
     parameters later is an error that names the parameter. float64 parameters have a float64 anchor; `Mix` and `PushSum` gossip
     it in float64, and other averagers send its changes as float32. Complex parameters count as pairs of real numbers.

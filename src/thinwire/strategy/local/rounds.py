@@ -577,9 +577,10 @@ class LocalUpdates(OwnModelAttachment):
     def _loaded(self, redistributed: bool) -> None:
         if not redistributed:
             return
-        if any(fragment.has_moved for fragment in self._fragments):
+        # Alike on all workers.
+        if self.comm.rank == 0 and any(fragment.has_moved for fragment in self._fragments):
             text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
-            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=1)
         self._restart_all()
 
     def _restart_all(self) -> None:
