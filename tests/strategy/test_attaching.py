@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -409,3 +410,27 @@ def one_measures(comm) -> None:
 
 def test_a_layout_of_one_worker_alone_is_told():
     spawn(2, one_measures, comm_timeout_seconds=10.0)
+
+
+def fails_to_detach(comm) -> float:
+    """Seconds until rank 1 hears of it, in its next step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = tw.attach(model, optimizer, "Local(Mean(), every=1)")
+    with handle.average_model(comm):
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="inside average_model"):
+                handle.detach()
+        comm.barrier()
+    began = time.monotonic()
+    if comm.rank:
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(tw.comm.CommunicationError):
+            optimizer.step()
+    seconds = time.monotonic() - began
+    comm.barrier()  # rank 0 lives on
+    return seconds
+
+
+def test_other_workers_learn_at_once_that_one_has_failed_to_detach():
+    assert spawn(2, fails_to_detach, comm_timeout_seconds=20.0)[1] < 10  # half of the time limit

@@ -8,6 +8,7 @@ import warnings
 
 import pytest
 import torch
+from helpers.interruptions import interrupt_once
 from helpers.spawn import WORLDS, run_threads, spawn
 from torch import nn
 
@@ -541,3 +542,31 @@ def test_steps_that_another_number_of_workers_loses_are_said_once():
         "Local: what workers changed since their last rounds belongs to no worker now, and is lost"
     )
     assert said.filename == rounds.__file__  # so that a command line says it as a line of the package
+
+
+@pytest.mark.parametrize("averager", [tw.Mean(), tw.Mix()], ids=repr)
+def test_a_round_that_is_interrupted_is_the_last_one(averager):
+    """Other workers may have ended it, and then anchors would differ for good."""
+
+    def worker(comm):
+        model = make_model()
+        optimizer = sgd(model)
+        handle = tw.local_updates(model, optimizer, averager, 2, comm=comm)
+
+        def steps(number):
+            for step in range(number):
+                backward(model, comm.rank, step)
+                optimizer.step()
+
+        steps(3)
+        interrupt_once(comm, "all_reduce" if averager.traits.gives_one_mean else "exchange")
+        with pytest.raises(KeyboardInterrupt):
+            steps(1)
+        for go_on in (handle.synchronize, lambda: steps(2)):
+            with pytest.raises(ValueError, match="broke off the last round"):
+                go_on()
+        handle.detach()
+        with tw.local_updates(model, optimizer, averager, 2, comm=comm):
+            steps(2)
+
+    run_threads(2, worker)

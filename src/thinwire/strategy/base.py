@@ -272,6 +272,9 @@ class AveragerAttachment(Attachment):
                 self._finish()
             else:
                 self._abandon(error)
+        except BaseException as failed:
+            error = failed
+            raise
         finally:
             AVERAGED.release(self)
             self._undo.close()

@@ -126,9 +126,13 @@ class ParameterGossip(OwnModelAttachment):
 
         def act() -> None:
             self._own_gradients.check(self._optimizer)
-            self._rounds.to_biased()
-            while pending:
-                pending.pop()()
+            try:
+                self._rounds.to_biased()
+                while pending:
+                    pending.pop()()
+            except BaseException:
+                self._rounds.to_debiased()  # as callers that go on from the error read the model
+                raise
 
         return once_gradients_are_there(arguments, act, before=self._rounds.to_debiased)
 
@@ -141,11 +145,13 @@ class ParameterGossip(OwnModelAttachment):
         self._record.was_updated = True
         self._watch.stepped()
         self._record.steps_since_begin += 1
-        if not self.strategy.combines_first:
-            self._combine()
-        if not self.comm.is_elastic:  # there, the next round begins with its workers
-            self._begin()
-        self._rounds.to_debiased()
+        try:
+            if not self.strategy.combines_first:
+                self._combine()
+            if not self.comm.is_elastic:  # there, the next round begins with its workers
+                self._begin()
+        finally:
+            self._rounds.to_debiased()
 
     def _begin(self) -> None:
         """With overlap, send the parameters, unless a round is in flight."""

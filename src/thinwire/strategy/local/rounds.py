@@ -153,7 +153,7 @@ class LocalUpdates(OwnModelAttachment):
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
-        self._clock, self._asynchronous = Clock(), None
+        self._clock, self._asynchronous, self._is_broken_off = Clock(), None, False
 
     def attach(self) -> None:
         """Connect the workers, and follow the optimizer's steps."""
@@ -450,6 +450,11 @@ class LocalUpdates(OwnModelAttachment):
 
     def _begin(self, fragment: Fragment, delay: int) -> None:
         """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
+        require(
+            not self._is_broken_off,
+            f"{self.call}: an error such as Ctrl-C broke off the last round, which other workers may have ended; detach() on "
+            "all workers, and attach again",
+        )
         with self._clock("measure"):
             self._measure(fragment)
         if not self.averager.traits.gives_one_mean:
@@ -469,7 +474,13 @@ class LocalUpdates(OwnModelAttachment):
         elif delay == 0:
             self._ready()
             # Now no round of another fragment uses the communicator.
-            fragment.finite = exchange(fragment)
+            try:
+                fragment.finite = exchange(fragment)
+            except BaseException as error:
+                fragment.has_moved = True
+                # The others come again to the next round where this one failed on all.
+                self._is_broken_off = not isinstance(error, (CommunicationError, ValueError))
+                raise
         if delay == 0:
             return
         with self._work.after_caller():
