@@ -192,6 +192,8 @@ class GradientCompression(AveragerAttachment):
             self._begin(comm)
             self._on_detach(DdpRefusal(self.call, self.parameters).end)
             self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
+            assert self._rounds is not None, "`_begin` makes it"
+            self._rounds.rest = self._buckets.rest
             self._on_detach(self._buckets.remove)
 
     # ---- at work ----
