@@ -645,6 +645,8 @@ def test_a_step_that_is_interrupted_leaves_the_model_and_says_what_to_do(order):
         torch.testing.assert_close(flat(model), (before * weight - moved) / weight)
         with pytest.raises(ValueError, match="where an error broke it off, detach"):
             train_step(model, optimizer)
+        with pytest.raises(ValueError, match="where an error broke it off, go on from an earlier checkpoint"):
+            handle.state_dict()
         handle.detach()
         tw.gossip_parameters(model, optimizer, tw.PushSum(DIRECTED), comm=comm, order=order)
         train_step(model, optimizer)
