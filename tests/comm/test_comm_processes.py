@@ -29,11 +29,12 @@ from helpers.program import programs
 from helpers.spawn import run_tcp, run_threads, spawn
 
 import thinwire as tw
-from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
+from thinwire.comm import CommunicationError, Communicator, ProcessGroupCommunicator, ProcessWorld, exit
 from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.exit import until_exit
+from thinwire.comm.tcp import TcpCommunicator
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
 OPERATIONS = {
@@ -249,17 +250,40 @@ def test_an_error_waits_for_no_other_worker():
     assert spawn(2, fails_while_another_is_silent)[0] < 30  # half of the time limit
 
 
-def default_group_destroyed_first(comm, again: bool) -> None:
+def abandons_while_idle(comm, kind: type[Communicator]) -> None:
+    """What the others hear in their next operation; the worker that has left it still lives."""
+    with kind() as own:  # the one that ends below refers to it
+        ended = kind()
+        if comm.rank == 1:
+            ended.abandon()
+        own.barrier()
+        if comm.rank != 1:
+            began = time.monotonic()
+            with pytest.raises(CommunicationError, match=r"rank 1.*(closed|hung up)"):
+                ended.all_reduce(torch.ones(4)).wait()
+            assert time.monotonic() - began < 10  # half of the time limit
+            ended.abandon()
+        own.barrier()
+
+
+@pytest.mark.parametrize("kind", [ProcessGroupCommunicator, TcpCommunicator])
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_worker_that_gives_up_while_idle_is_an_error_at_once(kind, size):
+    spawn(size, abandons_while_idle, kind, comm_timeout_seconds=20.0)
+
+
+def default_group_destroyed_first(comm, again: bool, end: str) -> None:
     comm.all_reduce(torch.ones(1)).wait()
     dist.destroy_process_group()
     if again:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    comm.close()
+    getattr(comm, end)()
 
 
 @pytest.mark.parametrize("again", [False, True])
-def test_close_after_the_default_group_is_gone(again):
-    spawn(2, default_group_destroyed_first, again)
+@pytest.mark.parametrize("end", ["close", "abandon"])
+def test_close_after_the_default_group_is_gone(again, end):
+    spawn(2, default_group_destroyed_first, again, end)
 
 
 def test_a_process_group_is_needed():

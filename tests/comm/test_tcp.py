@@ -463,6 +463,17 @@ def test_what_begins_after_the_end_fails_as_the_rest():
     assert "the communicator was aborted" in run_tcp(3, is_aborted_while_it_sums)[0]
 
 
+def is_aborted_while_idle(comm) -> str:
+    comm.abort("it has had enough")
+    with pytest.raises(CommunicationError) as failed:
+        comm.all_reduce(torch.ones(1))
+    return str(failed.value)
+
+
+def test_operations_after_an_abort_fail_with_its_reason():
+    assert run_tcp(2, is_aborted_while_idle)[0] == "rank 0: all_reduce failed: it has had enough"
+
+
 def forgets_to_close(store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
     comm = TcpCommunicator()

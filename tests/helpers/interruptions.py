@@ -1,11 +1,12 @@
-"""What stands in for `Interruption` where a test has no signals."""
+"""What stands in for signals where a test has none: for `Interruption`, and for Ctrl-C in an operation."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
-from thinwire.comm import Communicator
+from thinwire.comm import Communicator, Handle
 
 
 class Requests:
@@ -26,3 +27,20 @@ class Requests:
 
 
 NEVER = Requests(lambda comm: 0)
+
+
+def interrupt_once(comm: Communicator, operation: str) -> None:
+    """Let the wait for the next call of an operation end with Ctrl-C, once its messages have come."""
+    real = getattr(comm, operation)
+
+    def interrupted(*args: Any, **options: Any) -> Handle:
+        setattr(comm, operation, real)
+        handle = real(*args, **options)
+
+        def finish() -> None:
+            handle.wait()
+            raise KeyboardInterrupt
+
+        return Handle(finish)
+
+    setattr(comm, operation, interrupted)

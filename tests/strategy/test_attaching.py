@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import time
 import weakref
 
 import pytest
@@ -344,3 +345,92 @@ def hook_worker(comm):
 
 def test_a_hook_without_a_bucket_warns_and_its_state_has_a_ledger():
     spawn(1, hook_worker)
+
+
+# ---- an error of one worker alone ----
+
+ONE_EACH = (
+    "Gradients(Mean())",
+    "Gossip(Mix())",
+    "Local(Mean(), every=2)",
+    "Asynchronous()",
+)
+
+
+def one_has_no_values(comm, strategy: str, own: bool) -> str:
+    model = nn.Linear(2, 2, device="meta" if comm.rank else None)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError) as found:
+        tw.attach(model, optimizer, strategy, comm=None if own else comm)
+    if not own:  # it is as good as before
+        assert comm.all_reduce(torch.ones(1)).wait() == comm.size
+    return str(found.value)
+
+
+@pytest.mark.parametrize("strategy", ONE_EACH)
+@pytest.mark.parametrize("own", [True, False])
+def test_an_error_of_one_worker_is_told_to_the_others(strategy, own):
+    """Whether they are connected already or about to be."""
+    first, second = spawn(2, one_has_no_values, strategy, own, comm_timeout_seconds=10.0)
+    name = strategy.partition("(")[0]
+    assert second.startswith(f"{name}: 'weight' is on the meta device")
+    assert first == f"rank 1 failed: {second}"
+
+
+def one_attaches_twice(comm) -> str:
+    model = nn.Linear(2, 2)
+    if comm.rank:
+        alone(lambda other: setattr(comm, "kept", tw.compress_gradients(model, tw.Mean(), comm=other)))
+    with pytest.raises(ValueError) as found:
+        tw.compress_gradients(model, tw.Mean(), comm=comm)
+    return str(found.value)
+
+
+def test_a_parameter_that_one_worker_has_attached_before_is_told_to_the_others():
+    first, second = tw.LocalWorld(2, timeout_seconds=10).run(one_attaches_twice)
+    assert "'weight' is attached to Gradients(Mean()) already" in second and first == f"rank 1 failed: {second}"
+
+
+def one_in_ddp_has_an_option_of_plain_modules(comm) -> str:
+    ddp = DistributedDataParallel(nn.Linear(2, 2))
+    with pytest.raises(ValueError) as found:
+        tw.compress_gradients(ddp, tw.Mean(), bucket_bytes=1000 if comm.rank else None)
+    return str(found.value)
+
+
+def test_an_error_of_one_worker_in_ddp_is_told_to_the_others():
+    first, second = spawn(2, one_in_ddp_has_an_option_of_plain_modules, comm_timeout_seconds=10.0)
+    assert second.startswith("Gradients: bucket_bytes=1000 is for plain") and first == f"rank 1 failed: {second}"
+
+
+def one_measures(comm) -> None:
+    with pytest.raises(ValueError, match="has layout: False on rank 0; True on rank 1"):
+        tw.attach(nn.Linear(2, 2), None, tw.Gradients(tw.Mean()), layout="measured" if comm.rank else None)
+
+
+def test_a_layout_of_one_worker_alone_is_told():
+    spawn(2, one_measures, comm_timeout_seconds=10.0)
+
+
+def fails_to_detach(comm) -> float:
+    """Seconds until rank 1 hears of it, in its next step."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    handle = tw.attach(model, optimizer, "Local(Mean(), every=1)")
+    with handle.average_model(comm):
+        if comm.rank == 0:
+            with pytest.raises(ValueError, match="inside average_model"):
+                handle.detach()
+        comm.barrier()
+    began = time.monotonic()
+    if comm.rank:
+        model(torch.ones(1, 2)).sum().backward()
+        with pytest.raises(tw.comm.CommunicationError):
+            optimizer.step()
+    seconds = time.monotonic() - began
+    comm.barrier()  # rank 0 lives on
+    return seconds
+
+
+def test_other_workers_learn_at_once_that_one_has_failed_to_detach():
+    assert spawn(2, fails_to_detach, comm_timeout_seconds=20.0)[1] < 10  # half of the time limit

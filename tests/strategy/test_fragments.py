@@ -447,6 +447,32 @@ def test_the_ledger_has_peak_and_mean():
         assert parts["mean_bytes_sent"] == sent / 12
 
 
+@pytest.mark.parametrize("averager", [tw.Mean(), tw.Mix()], ids=repr)
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_ledger_counts_dense_training_of_two_strategies(averager, delay):
+    """Of `Local` its 4 steps, and of `Gradients` its 3 rounds, over one communicator."""
+
+    def counted(comm):
+        local, other = nn.Linear(3, 2), nn.Linear(2, 4)
+        optimizer = torch.optim.SGD(local.parameters(), lr=0.1)
+        handles = [
+            tw.local_updates(local, optimizer, averager, 2, comm=comm, delay=delay),
+            tw.compress_gradients(other, tw.Mean(), comm=comm),
+        ]
+        assert comm.ledger.dense_fp32_bytes == 0
+        for step in range(4):
+            local(torch.ones(1, 3)).sum().backward()
+            optimizer.step()
+            if step:
+                other(torch.ones(1, 2)).sum().backward()
+        for handle in reversed(handles):
+            handle.detach()
+        return comm.ledger.dense_fp32_bytes, comm.ledger.dense_bf16_bytes
+
+    expected = 4 * 8 + 3 * 12
+    assert run_threads(2, counted) == [(4 * expected, 2 * expected)] * 2
+
+
 def explode(comm):
     """Worker 0's changes are infinite in the first round, while messages fly."""
     model = Quadratic()

@@ -7,6 +7,7 @@ import threading
 
 import pytest
 import torch
+from helpers.interruptions import interrupt_once
 from torch import nn
 
 import thinwire as tw
@@ -353,7 +354,6 @@ def test_the_average_model_is_the_mean_of_all_and_is_restored(averager, mode):
                 pass
             with pytest.raises(ValueError, match=r"inside average_model\(\)"):
                 optimizer.step()
-            handle.state_dict()
             raise RuntimeError("boom")
         assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
         weight = handle._rounds.weight
@@ -624,3 +624,32 @@ def test_an_optimizer_of_something_else_is_refused():
                 tw.gossip_parameters(model, torch.optim.SGD(parameters), tw.Mix(), comm=comm)
 
     tw.LocalWorld(1).run(worker)
+
+
+@pytest.mark.parametrize("order", ["combine_then_adapt", "adapt_then_combine"])
+def test_a_step_that_is_interrupted_leaves_the_model_and_says_what_to_do(order):
+    """The model holds z, not the x of push-sum in the middle of a step; there is no next round."""
+
+    def worker(comm):
+        model = Bowl(comm.rank)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        handle = tw.gossip_parameters(model, optimizer, tw.PushSum(DIRECTED), comm=comm, order=order)
+        for _ in range(3):
+            train_step(model, optimizer)
+        before, weight = flat(model), handle._rounds.weight
+        interrupt_once(comm, "exchange")
+        with pytest.raises(KeyboardInterrupt):
+            train_step(model, optimizer)
+        updated = order == "adapt_then_combine"
+        moved = torch.cat([p.grad.reshape(-1) for p in model.parameters()]) * (0.1 * updated)
+        torch.testing.assert_close(flat(model), (before * weight - moved) / weight)
+        with pytest.raises(ValueError, match="where an error broke it off, detach"):
+            train_step(model, optimizer)
+        with pytest.raises(ValueError, match="where an error broke it off, go on from an earlier checkpoint"):
+            handle.state_dict()
+        handle.detach()
+        tw.gossip_parameters(model, optimizer, tw.PushSum(DIRECTED), comm=comm, order=order)
+        train_step(model, optimizer)
+        return weight
+
+    assert any(abs(weight - 1) > 0.01 for weight in tw.LocalWorld(SIZE).run(worker))

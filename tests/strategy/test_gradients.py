@@ -18,7 +18,7 @@ from helpers.gradients import (
     train,
     train_with_scaler,
 )
-from helpers.spawn import spawn
+from helpers.spawn import run_threads, spawn
 from helpers.states import leaves
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -327,3 +327,51 @@ def test_two_strategies_may_share_a_communicator_in_one_backward_pass_if_each_se
     with pytest.raises(ValueError, match="QSGD.* sends several messages one after the other; leave comm out"):
         spawn(2, in_one_backward, "scatter_reduce", True)
     spawn(2, in_one_backward, "scatter_reduce", False)
+
+
+EACH_WAY = [
+    "Mean()",
+    "Mean(QSGD(bits=8), exchange='all_gather')",
+    "Mean(QSGD(bits=8), ErrorFeedback(), exchange='scatter_reduce')",
+    "Mean(TopK(0.1), ErrorFeedback())",
+    "Mean(Threshold(0.01), ErrorFeedback())",
+    "PowerSGD(rank=1)",
+]
+
+
+def survives_alone(comm, averager: str):
+    """Rank 1 loses a batch to an error, with some buckets of its backward pass sent, and goes on with the next one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(16, 16, bias=False) for _ in range(4)])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    fails = []
+
+    def explode(grad):
+        if fails and comm.rank == 1:
+            fails.clear()
+            raise torch.OutOfMemoryError("on purpose")
+
+    model[1].weight.register_hook(explode)
+    generator, num_lost, skips = torch.Generator().manual_seed(comm.rank), 0, []
+    with tw.compress_gradients(model, tw.parse(averager), comm=comm, bucket_bytes=1000, max_nonfinite=3) as handle:
+        for step in range(6):
+            fails += [step] if step == 2 else []
+            optimizer.zero_grad()
+            try:
+                model(torch.randn(2, 16, generator=generator)).square().sum().backward()
+            except torch.OutOfMemoryError:
+                num_lost += 1
+                continue
+            optimizer.step()
+            skips.append(handle.num_skipped)
+    return fingerprint(model), num_lost, skips
+
+
+@pytest.mark.filterwarnings("ignore:Gradients. a step was not finite")
+@pytest.mark.parametrize("averager", EACH_WAY)
+@pytest.mark.parametrize("run", [spawn, run_threads])
+def test_an_error_that_one_worker_survives_is_a_step_that_all_skip(averager, run):
+    """The others get NaN for the rest; they got the buckets of its next batch, and models drifted apart."""
+    (model, num_lost, skips), (other, other_lost, other_skips) = run(2, survives_alone, averager)
+    assert model == other and (num_lost, other_lost) == (0, 1)
+    assert skips == [0, 0, 1, 1, 1, 1] and other_skips == [0, 0, 1, 1, 1]

@@ -8,10 +8,12 @@ import warnings
 
 import pytest
 import torch
+from helpers.interruptions import interrupt_once
 from helpers.spawn import WORLDS, run_threads, spawn
 from torch import nn
 
 import thinwire as tw
+from thinwire.strategy.local import rounds
 
 SPARSE = tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), min_ndim=0)
 DIRECTED = tw.topology.DirectedGraph(
@@ -511,3 +513,60 @@ def test_an_outer_step_that_float16_cannot_hold_is_given_up(averager):
     assert sorted(str(one.message) for one in caught) == sorted(
         f"rank {rank}: changes were not finite and are given up" for rank in (0, 1) for _ in range(2)
     )
+
+
+def test_steps_that_another_number_of_workers_loses_are_said_once():
+    def saves(comm):
+        model = make_model()
+        handle = tw.local_updates(model, sgd(model), tw.Mean(), 4, comm=comm)
+        for step in range(5):
+            backward(model, comm.rank, step)
+            handle._optimizer.step()
+        anchor = handle.state_dict()[f"rank{comm.rank}"]["anchor"]
+        return handle.state_dict(), anchor["0.weight"].clone()
+
+    states, anchors = zip(*run_threads(2, saves), strict=True)
+
+    def loads(comm):
+        model = make_model()
+        handle = tw.local_updates(model, sgd(model), tw.Mean(), 4, comm=comm)
+        handle.load_state_dict(states[0] | states[1])
+        return model.state_dict()["0.weight"].clone()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        models = run_threads(3, loads)
+    assert all(torch.equal(model, anchors[0]) for model in models)
+    (said,) = caught
+    assert str(said.message).startswith(
+        "Local: what workers changed since their last rounds belongs to no worker now, and is lost"
+    )
+    assert said.filename == rounds.__file__  # so that a command line says it as a line of the package
+
+
+@pytest.mark.parametrize("averager", [tw.Mean(), tw.Mix()], ids=repr)
+def test_a_round_that_is_interrupted_is_the_last_one(averager):
+    """Other workers may have ended it, and then anchors would differ for good."""
+
+    def worker(comm):
+        model = make_model()
+        optimizer = sgd(model)
+        handle = tw.local_updates(model, optimizer, averager, 2, comm=comm)
+
+        def steps(number):
+            for step in range(number):
+                backward(model, comm.rank, step)
+                optimizer.step()
+
+        steps(3)
+        interrupt_once(comm, "all_reduce" if averager.traits.gives_one_mean else "exchange")
+        with pytest.raises(KeyboardInterrupt):
+            steps(1)
+        for go_on in (handle.synchronize, lambda: steps(2)):
+            with pytest.raises(ValueError, match="broke off the last round"):
+                go_on()
+        handle.detach()
+        with tw.local_updates(model, optimizer, averager, 2, comm=comm):
+            steps(2)
+
+    run_threads(2, worker)

@@ -188,3 +188,24 @@ def test_a_mean_that_float16_cannot_hold_is_skipped(codec):
         warnings.simplefilter("ignore", RuntimeWarning)
         skips = tw.LocalWorld(2).run(worker)
     assert skips[0] == skips[1] > 0
+
+
+@pytest.mark.parametrize("strategy", ["Gradients({})", "Local({}, every=1, on_nonfinite='apply')"])
+def test_a_sum_on_the_wire_that_float16_cannot_hold_leaves_models_finite(strategy):
+    """Each worker's values can be sent, and their sum cannot: the step, or the round, is skipped on all workers."""
+
+    def worker(comm):
+        model = nn.Linear(2, 1, bias=False)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        averager = "Mean(Cast('float16'), exchange='all_reduce')"
+        with tw.attach(model, optimizer, strategy.format(averager), comm=comm):
+            before = model.weight.detach().clone()
+            for size in (40_000.0, 4.0):
+                model.zero_grad()
+                (model.weight * size).sum().backward()
+                optimizer.step()
+                moved = before - model.weight.detach()
+                torch.testing.assert_close(moved, torch.full((1, 2), 0.0 if size > 4 else 4.0), atol=1e-2, rtol=0)
+
+    with pytest.warns(RuntimeWarning, match="not finite"):
+        tw.LocalWorld(2).run(worker)

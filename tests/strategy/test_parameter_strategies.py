@@ -526,3 +526,50 @@ def test_an_asynchronous_strategy_that_is_dropped_ends_its_thread():
         return thread.is_alive()
 
     assert run(2, worker) == [False, False]
+
+
+@every_strategy
+def test_inside_the_mean_nothing_is_saved_loaded_or_detached(kind):
+    """A state beside the mean as the model would not be this worker's."""
+
+    def worker(comm):
+        model = Small()
+        optimizer = sgd(model)
+        handle = ATTACH[kind](model, optimizer, comm)
+        saved = handle.state_dict()
+        with handle.average_model():
+            for what, call in {
+                "state_dict": handle.state_dict,
+                "load_state_dict": lambda: handle.load_state_dict(saved),
+            }.items():
+                with pytest.raises(ValueError, match=rf"{CALLS[kind]}: {what}\(\) inside average_model\(\) needs"):
+                    call()
+        handle.load_state_dict(handle.state_dict())
+        with handle.average_model(), pytest.raises(ValueError, match=r"\(\) inside average_model\(\) needs"):
+            handle.detach()
+
+    run(2, worker)
+
+
+@pytest.mark.parametrize("kind", ["gossip", "overlap", "asynchronous"])
+def test_another_optimizer_whose_parameters_nothing_averages_is_warned_of_once(kind):
+    def worker(comm):
+        model = Small()
+        first, second = (torch.optim.SGD([p], lr=1.0) for p in (model.matrix, model.vector))
+        handles = [ATTACH[kind](model, first, comm)]
+        comm.barrier()
+        for _ in range(2):
+            step(model, first)
+            step(model, second)
+        handles.append(ATTACH[kind](model, second, comm))
+        step(model, first)
+        step(model, second)
+        for handle in handles:
+            handle.detach()
+        step(model, second)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run(2, worker)
+    (said,) = (str(one.message) for one in caught)
+    assert said.startswith(f"{CALLS[kind]}: another SGD steps on parameters that nothing averages, such as 'vector'")

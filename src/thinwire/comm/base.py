@@ -44,7 +44,7 @@ from . import check
 from .background import Background
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
-from .compare import fingerprint, parsed, raise_disagreement
+from .compare import FAILURE, fingerprint, parsed, raise_disagreement
 from .handle import CommunicationError, Handle
 from .ledger import Ledger, broadcast_tree
 from .rounds import Rounds
@@ -80,6 +80,7 @@ class Communicator(Rounds, ABC):
         self.ledger = Ledger(size)
         self.route = Route(rank, range(size))  # each worker has a host of its own, unless a backend knows better
         self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
+        self._aborted = ""  # why
 
     # ---- operations ----
 
@@ -214,12 +215,17 @@ class Communicator(Rounds, ABC):
         It costs 32 bytes a message while workers agree; the dictionaries travel only if they differ.
 
         Raises:
-            ValueError: on every worker; it names each key that differs, its values, and their ranks.
+            ValueError: on every worker; it names each key that differs, its values, and their ranks. On the others, where one
+                calls `tell_failure` in its place.
         """
         described = {str(key): repr(value) for key, value in what.items()}
         found = self.gather_if_different(described)
         if any(one != described for one in found):
             raise_disagreement(found)
+
+    def tell_failure(self, text: str) -> None:
+        """Let `check_agreement` of the other workers raise an error with this text. Blocks."""
+        self.gather_if_different({FAILURE: text})
 
     def open_channel(self, peers: Iterable[int], max_bytes: int = MAX_BYTES) -> Channel:
         """Connect this worker with some peers for messages in no common order; see `channel.py`. All workers call it.
@@ -258,11 +264,12 @@ class Communicator(Rounds, ABC):
         """Close the communicator after an error, without waiting for other workers: what is under way may never end."""
         self._end(self._abandon)
 
-    def _end(self, end: Callable[[], None]) -> None:
+    def _end(self, end: Callable[[], None], aborted: str = "") -> None:
+        """Call `end`, unless the communicator has ended before; `aborted` says why later operations fail."""
         with self._lock:
             if self._closed:
                 return
-            self._closed = True
+            self._closed, self._aborted = True, aborted
         end()
 
     def __enter__(self) -> Communicator:
@@ -404,6 +411,8 @@ class Communicator(Rounds, ABC):
         messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
         before = debug.checksums(messages)
         with self._lock:
+            if self._aborted:
+                raise CommunicationError(f"rank {self.rank}: {operation} failed: {self._aborted}")
             if self._closed:
                 raise ValueError(f"rank {self.rank}: {operation} on a communicator that was closed. Close it last.")
             wait = self._issue(tensors, start)

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from .base import Communicator
 
 ABSENT = "(absent)"
+FAILURE = "failure"
+"""The one key of a worker that has failed; it says why."""
 MAX_CHARS = 160
 CHUNK_BYTES, HASHING_THREADS = 1 << 22, 4
 
@@ -68,6 +70,9 @@ def hashes(chunks: Iterable[Tensor]) -> list[bytes]:
 
 def raise_disagreement(described: list[dict[str, str]]) -> None:
     """Raises the ValueError that tells the workers' dictionaries apart; `described[r]` is that of rank r."""
+    for rank, one in enumerate(described):
+        if one.keys() == {FAILURE}:
+            raise ValueError(f"rank {rank} failed: {one[FAILURE]}")
     keys = dict.fromkeys(key for one in described for key in one)
     differing = {key: [one.get(key, ABSENT) for one in described] for key in keys}
     differing = {key: values for key, values in differing.items() if len(set(values)) > 1}

@@ -33,6 +33,8 @@ an eighth and 16 bytes each at most; padding counts as sent.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
@@ -58,7 +60,7 @@ class Ledger:
         size: number of workers, W.
         dense_numel: elements that were averaged, by whatever means, for the comparison with dense averaging.
         num_steps: optimizer steps, where the strategy does not send in each of them (`Local`).
-        step_numel: elements that dense training would have averaged in these steps; they count in place of `dense_numel`.
+        step_numel: elements that dense training would have averaged in these steps; `dense_numel` has none of their rounds.
         peak_bytes_sent: the most that one round of that strategy sent.
 
     Example:
@@ -93,6 +95,15 @@ class Ledger:
         self.num_steps += 1
         self.step_numel += numel
 
+    @contextmanager
+    def counted_by_steps(self) -> Iterator[None]:
+        """Context for a round of which the steps are counted: what it averages is no part of `dense_numel`."""
+        before = self.dense_numel
+        try:
+            yield
+        finally:
+            self.dense_numel = before
+
     def record_round(self, num_bytes: int) -> None:
         """Notes that one round sent `num_bytes`, for `peak_bytes_sent`; they are recorded by collective already."""
         self.peak_bytes_sent = max(self.peak_bytes_sent, num_bytes)
@@ -123,12 +134,12 @@ class Ledger:
 
         Where a strategy does not send in each step, those of the gradients of all steps.
         """
-        return ring_all_reduce_bytes(self.size, 4 * (self.step_numel or self.dense_numel))
+        return ring_all_reduce_bytes(self.size, 4 * (self.step_numel + self.dense_numel))
 
     @property
     def dense_bf16_bytes(self) -> int:
         """The same in bfloat16: 2 (W-1)/W 2n."""
-        return ring_all_reduce_bytes(self.size, 2 * (self.step_numel or self.dense_numel))
+        return ring_all_reduce_bytes(self.size, 2 * (self.step_numel + self.dense_numel))
 
     def snapshot(self) -> Ledger:
         """A copy that later calls leave alone."""

@@ -143,10 +143,12 @@ class ProcessGroupCommunicator(Communicator):
 
     def _abandon(self) -> None:
         self._issuer.close()
-        # The threads may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
         is_over_nccl = "nccl" in self._backends.values()
-        if is_over_nccl or not (self._issuer.join(GRACE_SECONDS) and self._later.end(GRACE_SECONDS)):
-            self._hang_up()
+        if not is_over_nccl and self._issuer.join(GRACE_SECONDS):
+            self._later.end(GRACE_SECONDS)
+        # Also where nothing is under way, so that others do not wait for this worker in their next operation.
+        self._hang_up()
+        # The threads may wait for others. Over NCCL the end of the group would too, so it is left to that of the process.
         if not is_over_nccl:
             self._close()
 

@@ -29,7 +29,8 @@ def attach(
     """Set a strategy to work on a prepared model, and keep what each worker has for itself in `accelerator.save_state`.
 
     Where each worker has a model of its own, `save_state` saves the mean of all as the model, and beside it all workers'
-    models and optimizers, so that `load_state` goes on bit for bit.
+    models and optimizers, so that `load_state` goes on bit for bit. Where a model gets another strategy once the first is
+    detached, only the last one's state is saved and loaded.
 
     Args:
         accelerator: the one that prepared the model.
@@ -58,7 +59,7 @@ def attach(
     )
     # Accelerate calls `state_dict` on all workers, and writes what one of them returns.
     state = AllWorkersState(handle, model, [optimizer])
-    accelerator.register_for_checkpointing(state)
+    _register(accelerator, state)
     if handle.models_differ:
 
         def save_mean(models: list[nn.Module], weights: list[dict[str, Any]], folder: str) -> None:
@@ -69,6 +70,16 @@ def attach(
 
         accelerator.register_save_state_pre_hook(save_mean)
     return handle
+
+
+def _register(accelerator: Accelerator, state: AllWorkersState) -> None:
+    """Let the accelerator save and load a state, in the place of a strategy's that was attached to this model before."""
+    registered = accelerator._custom_objects
+    for i, other in enumerate(registered):
+        if isinstance(other, AllWorkersState) and other.model is state.model:
+            registered[i] = state
+            return
+    accelerator.register_for_checkpointing(state)
 
 
 def log(accelerator: Accelerator, strategy: Attachment, values: dict[str, Any], step: int, bar: Any = None) -> None:

@@ -95,6 +95,7 @@ class Advisor:
     def __init__(self, strategy: Averaging[Attachment], rank: int):
         self._strategy, self._is_first = strategy, rank == 0
         self._waits_for_epoch, self._steps = follows_epochs(strategy), 0
+        self._said: set[str] = set()
         self._warn(advice(strategy))
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -105,6 +106,12 @@ class Advisor:
         if self._steps == STEPS_WITHOUT_EPOCH and self._waits_for_epoch:
             self._warn([f"{self._strategy} changes by epochs, and still is in epoch 0: call handle.set_epoch(epoch)"])
         return self._steps == 1
+
+    def say_once(self, line: str) -> None:
+        """Warn of what was found while it trains."""
+        if line not in self._said:
+            self._said.add(line)
+            self._warn([line])
 
     def epoch_begins(self) -> None:
         """The training says which epoch it is."""

@@ -24,6 +24,7 @@ from .model.optimizer_step import Arguments, makes_state_only
 if TYPE_CHECKING:
     from .base import AveragerAttachment
     from .gradients.shard_compression import ShardCompression
+    from .own_model import OwnModelAttachment
 
 _LOCK = threading.Lock()
 _S = TypeVar("_S", "AveragerAttachment", "ShardCompression")
@@ -87,6 +88,8 @@ class Holders(Generic[_S]):
 
 AVERAGED: Holders[AveragerAttachment] = Holders()
 SHARDED: Holders[ShardCompression] = Holders()
+BESIDE: WeakValueDictionary[int, OwnModelAttachment] = WeakValueDictionary()
+"""The strategies whose models have trainable parameters beside those that they hold, by these parameters."""
 
 
 def require_free(call: str, comm: Communicator) -> None:
@@ -115,4 +118,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     # A strategy is found once for each of its parameters, and checks the step once.
     for checker in {id(s): s for s in found if s is not None}.values():
         arguments = checker.before_step(optimizer, arguments)
+    if BESIDE:
+        alone = [p for p in parameters if p in BESIDE and AVERAGED.of(p) is None]
+        for strategy in {id(s): s for s in map(BESIDE.get, alone) if s is not None}.values():
+            strategy.warn_beside(optimizer, alone)
     return arguments

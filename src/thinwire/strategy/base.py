@@ -13,7 +13,7 @@ parameters of one model. It
 
 A derived class defines:
     `call`                       the name of the strategy, for messages
-    `__init__`                   attach within `self._attaching()`
+    `__init__`, `attach`         check what one worker can check alone; then connect within `self._attaching()`
     `_state`                     the averager's state
     `_record`, `_loaded`         the state that it saves, and what follows when that is restored
     `_averaged`                  the averager's states, with the tensors of each
@@ -49,6 +49,7 @@ from .model.optimizer_step import Arguments, refuse_in_backward
 from .model.shards import Replica
 from .nonfinite import NonfiniteSteps
 from .strategy import Averaging, Runtime
+from .told import told_to_others
 from .transaction import Transaction
 
 if TYPE_CHECKING:
@@ -135,7 +136,7 @@ class AveragerAttachment(Attachment):
             self._shards.require_replicas()
         self.strategy, self.averager, self.parameters = strategy, strategy.averager, parameters
         self._model, self._comm, self._owns_comm, self._seed = model, comm, comm is None, runtime.seed
-        self._layout = runtime.layout
+        self._layout, self._scaler = runtime.layout, runtime.scaler
         self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
         self._state: Any = None
         self._undo = ExitStack()
@@ -271,6 +272,9 @@ class AveragerAttachment(Attachment):
                 self._finish()
             else:
                 self._abandon(error)
+        except BaseException as failed:
+            error = failed
+            raise
         finally:
             AVERAGED.release(self)
             self._undo.close()
@@ -387,17 +391,20 @@ class AveragerAttachment(Attachment):
         Args:
             group: the process group of the workers, if no communicator was given; None for all workers.
         """
-        AVERAGED.require_unattached(self.call, self.parameters)
+        group = group or self._replicas
+        with told_to_others(self._comm, group):
+            AVERAGED.require_unattached(self.call, self.parameters)
         if self._comm is not None and self._comm.is_elastic:
             require_free(self.call, self._comm)
-        if self._comm is None:
-            self._comm = ProcessGroupCommunicator(group or self._replicas, device=self.parameters[0][1].device)
+        try:
+            if self._comm is None:
+                self._comm = ProcessGroupCommunicator(group, device=self.parameters[0][1].device)
+            self._comm.round_thread.drain()  # of other strategies
+            options = {"seed": self._seed, "has layout": self._layout is not None}
+            self._comm.check_agreement(self.strategy.options() | options)
             if self._layout is not None:
                 layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
                 self._comm = laid_out(self._comm, layout)
-        try:
-            self._comm.round_thread.drain()  # of other strategies
-            self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
             self._shards.connect(self._comm)
             yield self._comm
             AVERAGED.register(self)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -15,6 +15,7 @@ from torch import nn
 
 from ..algorithm import require
 from ..comm import Communicator
+from .attached import BESIDE
 from .base import Attachment, AveragerAttachment
 from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
@@ -79,12 +80,22 @@ class OwnModelAttachment(AveragerAttachment):
         comm = self._before_look("consensus_distance()", comm)
         return consensus_distance([p for _, p in self.parameters], self._weight, comm, self._shards)
 
+    def state_dict(self) -> dict[str, Any]:
+        """As in `AveragerAttachment`. Not inside `average_model()`, where the model to save with it is the mean."""
+        self._require_own_model("state_dict()")
+        return super().state_dict()
+
+    def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
+        """As in `AveragerAttachment`. Not inside `average_model()`."""
+        self._require_own_model("load_state_dict()")
+        super().load_state_dict(saved, among)
+
     @contextmanager
     def average_model(self, comm: Communicator | None = None) -> Iterator[None]:
         """Context in which the model holds the mean of all workers. It restores the worker's own bits, also on an error.
 
         All workers enter it together. Floating-point buffers hold their mean too, other buffers rank 0's. Messages in flight
-        do not count yet.
+        do not count yet. A worker trains, saves and loads its own state outside of it.
 
         Args:
             comm: over which to average; by default the strategy's own, whose ledger then counts it.
@@ -138,6 +149,19 @@ class OwnModelAttachment(AveragerAttachment):
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
+        own = {id(p) for _, p in self.parameters}
+        beside = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in own]
+        self._beside = {id(p): name for name, p in beside}
+        BESIDE.update(dict.fromkeys(self._beside, self))
+
+    def warn_beside(self, optimizer: torch.optim.Optimizer, parameters: Iterable[int]) -> None:
+        """Called before a step of an optimizer on these parameters, by their `id`, which no strategy averages."""
+        names = [self._beside[p] for p in parameters if p in self._beside]
+        if not self.is_detached and self.comm.size > 1:
+            self._advisor.say_once(
+                f"{self.call}: another {type(optimizer).__name__} steps on parameters that nothing averages, such as "
+                f"{names[0]!r}, so that each worker has its own; attach a strategy to that optimizer too"
+            )
 
     @torch.no_grad()
     def _leave_mean(self) -> None:
@@ -181,5 +205,6 @@ class OwnModelAttachment(AveragerAttachment):
     def _require_own_model(self, what: str) -> None:
         require(
             not self._holds_mean,
-            f"{what} inside average_model() would be lost with the mean; call it after the context",
+            f"{self.call}: {what} inside average_model() needs this worker's own model, and it is the mean; call it after the "
+            "context",
         )

@@ -19,7 +19,7 @@ from thinwire.lab.cli.sweep import sweep_command
 from thinwire.lab.cli.train import train_command
 from thinwire.lab.overrides import overridden
 from thinwire.lab.recipes import recipes
-from thinwire.lab.train.start.check import check_without_data
+from thinwire.lab.train.run.check import check_without_data
 
 ROOT = Path(__file__).parents[3]
 PAGE = (ROOT / "docs" / "originals.md").read_text(encoding="utf-8")

@@ -95,7 +95,11 @@ class GossipAverager(Averager):
         return Handle(lambda: arrive()(tensors))
 
     def start(self, state: GossipState, tensors: NamedTensors, comm: Communicator) -> Pending:
-        require(not state.in_flight, f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next")
+        require(
+            not state.in_flight,
+            f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next, or where an error broke it off, "
+            "detach() the strategy and attach it again",
+        )
         state.layout.check(tensors)
         comm.ledger.dense_numel += state.layout.numel
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))

@@ -79,7 +79,11 @@ class GossipState(State):
         Raises:
             ValueError: a round is in flight; its messages would be lost.
         """
-        require(not self.in_flight, "a gossip round is in flight; wait() for it before saving, so that nothing is lost")
+        require(
+            not self.in_flight,
+            "a gossip round is in flight; wait() for it before saving, or where an error broke it off, go on from an earlier "
+            "checkpoint, so that nothing is lost",
+        )
         return super().state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:

@@ -52,8 +52,8 @@ class Cast(Codec):
     """Sends every element rounded to a shorter float type, 16 or 8 bits an element.
 
     Rounding is to nearest even. A finite element beyond float16's range (65504) becomes infinite, and so does a sum on
-    the wire, as in `Mean(Cast("float16"))` by an all-reduce; `exchange="scatter_reduce"` adds in float32, with the same
-    bytes. bfloat16 has float32's range.
+    the wire, as in `Mean(Cast("float16"))` by an all-reduce: such a step or round is skipped with a warning, as any that is not
+    finite. `exchange="scatter_reduce"` adds in float32, with the same bytes. bfloat16 has float32's range.
 
     The 8-bit types scale each segment, so that nothing overflows and little underflows. The scale is a power of two,
     sent as a float32, that moves the segment's largest magnitude to the top of the type's range (448 for e4m3fn, 57344

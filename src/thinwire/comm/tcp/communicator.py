@@ -281,11 +281,11 @@ class TcpCommunicator(Communicator):
             raise ValueError(f"rank {self.rank}: {operation} expects a tag in 0..{MAX_TAG}, got {tag}.")
 
     def abort(self, reason: str = "the communicator was aborted") -> None:
-        """Close at once. Operations in flight fail, here and on all workers that wait for this one."""
+        """Close at once. Operations in flight fail, here and on all workers that wait for this one; later ones fail too."""
         for peer in range(self.size):
             if peer != self.rank:
                 self._engine.lose(peer, reason)
-        self._end(partial(self._hang_up, 0.0))
+        self._end(partial(self._hang_up, 0.0), reason)
 
     def _close(self) -> None:
         self._later.end()  # what follows on earlier messages still needs the endpoint

@@ -92,7 +92,7 @@ class Train(RunKind):
             raise ValueError(f"strategy: {error}") from None
 
     def check(self, config: Any) -> None:
-        from ..train.start.check import check_without_data
+        from ..train.run.check import check_without_data
 
         check_without_data(config)
 

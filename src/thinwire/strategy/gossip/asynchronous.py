@@ -24,6 +24,7 @@ from ...options import require_integer, require_kind
 from ..model.models import refuse_shards
 from ..own_model import OwnModelAttachment
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .pairwise_exchange import PairwiseExchange
 
 
@@ -36,6 +37,7 @@ class AsynchronousGossip(OwnModelAttachment):
     call = "Asynchronous"
     phases_in_step = ("publish",)
     """The thread does the rest."""
+    strategy: Asynchronous
 
     def __init__(
         self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
@@ -44,10 +46,14 @@ class AsynchronousGossip(OwnModelAttachment):
         super().__init__(strategy, model, optimizer, runtime)
         self._has_raised = False
         self._broken_off_by: str | None = None
+
+    def attach(self) -> None:
+        """Connect the workers, and begin to average."""
+        averager = self.strategy.averager
         with self._attaching() as comm:
             self._follow(comm)
-            self._record = self._state = strategy.averager.init(self._live.tensors(), comm)
-            self._exchange = PairwiseExchange(strategy.averager, self._state, comm)
+            self._record = self._state = averager.init(self._live.tensors(), comm)
+            self._exchange = PairwiseExchange(averager, self._state, comm)
             self._on_drop(self._exchange.drop, f"rank {comm.rank} has hung up: its strategy was never detached")
             self._on_detach(lambda: self._exchange.close(self._broken_off_by))
 
@@ -201,7 +207,10 @@ class Asynchronous(Averaging[AsynchronousGossip]):
         self._require(
             runtime.replicas is None, "replicas are of sharded models, whose shards must be averaged at the same step"
         )
-        return AsynchronousGossip(self, model, optimizer, runtime)
+        with checked_alone(model, runtime):
+            attachment = AsynchronousGossip(self, model, optimizer, runtime)
+        attachment.attach()
+        return attachment
 
 
 def gossip_asynchronously(

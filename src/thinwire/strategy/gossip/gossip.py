@@ -16,6 +16,7 @@ from ...codec import Codec
 from ...comm import Communicator, Group
 from ...options import require_choice, require_integer
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .steps import ParameterGossip
 
 ORDERS = ("combine_then_adapt", "adapt_then_combine")
@@ -43,10 +44,10 @@ class Gossip(Averaging[ParameterGossip]):
     adapt_then_combine).
 
     Who takes part. The trainable parameters that the optimizer updates. Frozen parameters and those of other optimizers do
-    not; another optimizer may have a call of its own. Parameters and buffers are first made equal to rank 0's. Buffers
-    (running statistics) then stay local; only `average_model()` averages them. Each round looks the parameters up in the model,
-    so `p.data = ...` and `vector_to_parameters` are fine. Converting, replacing, adding or unfreezing parameters later is an
-    error that names the parameter.
+    not; another optimizer may have a call of its own, and steps of one without are warned of. Parameters and buffers are first
+    made equal to rank 0's. Buffers (running statistics) then stay local; only `average_model()` averages them. Each round looks
+    the parameters up in the model, so `p.data = ...` and `vector_to_parameters` are fine. Converting, replacing, adding or
+    unfreezing parameters later is an error that names the parameter.
 
     Precision. `Mix` and `PushSum` average float64 parameters in float64. Averagers with a codec exchange float32 copies of them
     and add the float32 change to the float64 values. `Mean()` refuses them. Complex parameters count as pairs of real numbers.
@@ -132,7 +133,10 @@ class Gossip(Averaging[ParameterGossip]):
         return Rhythm(every=steps, delay=steps)
 
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> ParameterGossip:
-        return ParameterGossip(self, model, optimizer, runtime)
+        with checked_alone(model, runtime):
+            attachment = ParameterGossip(self, model, optimizer, runtime)
+        attachment.attach()
+        return attachment
 
 
 def gossip_parameters(

@@ -42,6 +42,9 @@ class ParameterGossip(OwnModelAttachment):
     def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         _require_exact(strategy.averager, self.parameters)
+
+    def attach(self) -> None:
+        """Connect the workers, and follow the optimizer's steps."""
         with self._attaching() as comm:
             self._follow(comm)
             self._rounds = ParameterRounds(self._live, self.averager, comm, self._seed, self._shards)
@@ -49,7 +52,7 @@ class ParameterGossip(OwnModelAttachment):
             self._begin_rounds(self.averager)
             self._rounds.transaction = self._transaction
             self._on_detach(self._rounds.to_debiased)
-            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._take_part)
+            self._watch = ScalerWatch(self._scaler, self._optimizer, self._take_part)
             self._on_detach(self._watch.remove)
 
     @property
@@ -123,9 +126,13 @@ class ParameterGossip(OwnModelAttachment):
 
         def act() -> None:
             self._own_gradients.check(self._optimizer)
-            self._rounds.to_biased()
-            while pending:
-                pending.pop()()
+            try:
+                self._rounds.to_biased()
+                while pending:
+                    pending.pop()()
+            except BaseException:
+                self._rounds.to_debiased()  # as callers that go on from the error read the model
+                raise
 
         return once_gradients_are_there(arguments, act, before=self._rounds.to_debiased)
 
@@ -138,11 +145,13 @@ class ParameterGossip(OwnModelAttachment):
         self._record.was_updated = True
         self._watch.stepped()
         self._record.steps_since_begin += 1
-        if not self.strategy.combines_first:
-            self._combine()
-        if not self.comm.is_elastic:  # there, the next round begins with its workers
-            self._begin()
-        self._rounds.to_debiased()
+        try:
+            if not self.strategy.combines_first:
+                self._combine()
+            if not self.comm.is_elastic:  # there, the next round begins with its workers
+                self._begin()
+        finally:
+            self._rounds.to_debiased()
 
     def _begin(self) -> None:
         """With overlap, send the parameters, unless a round is in flight."""

@@ -10,6 +10,7 @@ optimizer would still apply decay and momentum.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from ...algorithm import require
 from ...average.base import NamedTensors
-from ..model.models import NamedParameters
+from ..model.models import NamedParameters, values_of
 from ..model.shards import local
 
 StartBucket = Callable[[NamedTensors, Tensor, bool, bool], object]
@@ -54,6 +55,13 @@ class GradientBuckets:
             yield
         finally:
             self._syncing = before
+
+    def rest(self, launched: int) -> list[NamedTensors]:
+        """The buckets behind the first ones, with NaN as gradients."""
+        return [
+            [(name, torch.full_like(values_of(p), math.nan)) for name, p in bucket]
+            for bucket in self._buckets[launched:]
+        ]
 
     def remove(self) -> None:
         """Take the hooks off."""

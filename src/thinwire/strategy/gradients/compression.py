@@ -72,11 +72,16 @@ class GradientCompression(AveragerAttachment):
         self._sharded = {name for name, p in self.parameters if is_sharded(p)}
         self._kinds = {name: kind_of(p) for name, p in self.parameters}
         # DDP holds this object in C++, where the garbage collector sees no cycle of references.
-        self._scaler, self._ddp = runtime.scaler, None if ddp is None else ref(ddp)
+        self._ddp = None if ddp is None else ref(ddp)
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
         self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
         self._warn_unused: finalize[..., GradientCompression] | None = None
+        require(
+            ddp is None or strategy.bucket_bytes is None,
+            f"{self.call}: bucket_bytes={strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has buckets "
+            "of its own; give it bucket_cap_mb",
+        )
 
     @property
     def codec(self) -> Codec | None:
@@ -165,11 +170,6 @@ class GradientCompression(AveragerAttachment):
             self._attach_ddp(required(self._ddp(), f"{self.call}: the model in DDP exists no more"))
 
     def _attach_ddp(self, ddp: DistributedDataParallel) -> None:
-        require(
-            self.strategy.bucket_bytes is None,
-            f"{self.call}: bucket_bytes={self.strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has "
-            "buckets of its own; give it bucket_cap_mb",
-        )
         with self._attaching(ddp.process_group) as comm:
             self._begin(comm)
             if ddp in _users:
@@ -192,6 +192,8 @@ class GradientCompression(AveragerAttachment):
             self._begin(comm)
             self._on_detach(DdpRefusal(self.call, self.parameters).end)
             self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
+            assert self._rounds is not None, "`_begin` makes it"
+            self._rounds.rest = self._buckets.rest
             self._on_detach(self._buckets.remove)
 
     # ---- at work ----

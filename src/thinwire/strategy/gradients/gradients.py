@@ -21,6 +21,7 @@ from ...options import require_integer
 from ..advice import FOR_MUON, is_muon, log_choice
 from ..model.ddp import refuse_ddp, wrapped_ddp
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .compression import GradientCompression, ddp_hook
 
 
@@ -131,9 +132,10 @@ class Gradients(Averaging[GradientCompression]):
     def _attached(
         self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
     ) -> GradientCompression:
-        attachment = GradientCompression(self, model, runtime)
-        if optimizer is not None:
-            attachment.check_optimizer(optimizer)
+        with checked_alone(model, runtime):
+            attachment = GradientCompression(self, model, runtime)
+            if optimizer is not None:
+                attachment.check_optimizer(optimizer)
         attachment.attach()
         return attachment
 

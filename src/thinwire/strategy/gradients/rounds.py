@@ -13,7 +13,8 @@ On an elastic communicator a round begins with the forward pass. A failure on th
 given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
 
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
-it. Where no other follows, nothing waits for it: the finishing thread is a daemon.
+it. Other workers, which have had no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no
+other round follows, nothing waits for it: the finishing thread is a daemon.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ class GradientRounds:
         self._is_finite = True
         self._has_all = False
         self._culprit: str | None = None
+        self._num_launched = 0
+        self.rest: Callable[[int], list[NamedTensors]] = lambda launched: []
+        """The buckets of a round behind its first ones, filled with NaN; DDP refuses another pass after an error itself."""
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
 
@@ -95,6 +99,7 @@ class GradientRounds:
             self._culprit = first_nonfinite(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._held.append((tensors, future, buffer))
+        self._num_launched += 1
         if last or not (self._averager.traits.whole_model or self._order is not None):
             self._step(last)
         if last and torch._C._current_graph_task_id() == -1:
@@ -122,25 +127,39 @@ class GradientRounds:
     def _open(self, device: torch.device) -> None:
         refuse_capture(device)
         if self._is_open:  # an error broke off the last backward pass
+            rest = self._send_rest()
             self._finish_late()
-            for handle in self._finishing:
+            for handle in [*self._finishing, *rest]:
                 with suppress(Exception):  # `_end_backward` has raised it, if it came to that
                     handle.wait()
             self._work.join()
             self._kept.clear()
             self._averager.discard(self._state)
+            if rest and self._nonfinite.record(False, warn=False) == "raise":  # as on the others
+                self._is_open = False
+                raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
         self._graph_task = torch._C._current_graph_task_id()
         self._require_order()
         self._comm.round_thread.drain()  # of other strategies
         healed = self._transaction.begin()
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device
-        self._held, self._finishing = [], []
+        self._held, self._finishing, self._num_launched = [], [], 0
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
         # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
+
+    def _send_rest(self) -> list[Handle]:
+        """Send the buckets that an error left out of a round, of which others were sent; in an elastic round none."""
+        if self._comm.is_elastic or self._averager.traits.whole_model:
+            return []
+        with self._work.after_caller():
+            return [
+                self._averager.step(self._state, tensors, self._comm, self._scale)
+                for tensors in self.rest(self._num_launched)
+            ]
 
     def _require_order(self) -> None:
         """Raise a ValueError if another strategy averages gradients of this backward pass over the same communicator, and one

@@ -186,7 +186,8 @@ class AsynchronousRounds:
         # A change that is not finite is sent without a message, so that its round does not wait for this worker.
         message = torch.empty(0, dtype=torch.uint8, device="cpu")
         if is_finite:
-            message = self._messages.make(fragment.state, fragment.named_changes(), self._comm)
+            with self._comm.ledger.counted_by_steps():
+                message = self._messages.make(fragment.state, fragment.named_changes(), self._comm)
         fragment.sent = [p.clone() for p in parts] if is_finite else []
         blocks = (0, 0)
         if self.leases and fragment.index == 0:

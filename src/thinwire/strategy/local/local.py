@@ -17,6 +17,7 @@ from ...average.base import Averager
 from ...comm import Communicator, Group
 from ...options import require_integer, require_kind, require_number
 from ..strategy import Averaging, Rhythm, Runtime
+from ..told import checked_alone
 from .fragments import Fragments
 from .inverse_norm import InverseNorm
 from .outer_sgd import OuterSGD
@@ -47,6 +48,9 @@ class Local(Averaging[LocalUpdates]):
     trains on for `delay` steps, and merges the rounds that were committed, each with the changes that had come
     (`asynchronous.py`). A worker that dies is left out of the rounds to come. With equal speeds, K = W and no delay it is the
     same bit for bit. Call `synchronize` on all workers before saving and at the end; buffers of the model stay local.
+
+    Another number of workers that loads a state goes on from the models of the last rounds. The steps since are lost, and rank
+    0 warns of it; after `synchronize` on all workers there are none.
 
     Parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or unfreezing
     parameters later is an error that names the parameter. float64 parameters have a float64 anchor; `Mix` and `PushSum` gossip
@@ -205,7 +209,10 @@ class Local(Averaging[LocalUpdates]):
         return {name: value for name, value in super().options().items() if name != "outer"}
 
     def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> LocalUpdates:
-        return LocalUpdates(self, model, optimizer, runtime)
+        with checked_alone(model, runtime):
+            attachment = LocalUpdates(self, model, optimizer, runtime)
+        attachment.attach()
+        return attachment
 
 
 def local_updates(

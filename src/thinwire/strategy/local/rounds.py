@@ -153,7 +153,11 @@ class LocalUpdates(OwnModelAttachment):
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
-        self._clock, self._asynchronous = Clock(), None
+        self._clock, self._asynchronous, self._is_broken_off = Clock(), None, False
+
+    def attach(self) -> None:
+        """Connect the workers, and follow the optimizer's steps."""
+        strategy = self.strategy
         with self._attaching() as comm:
             self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
@@ -186,7 +190,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._watch = ScalerWatch(runtime.scaler, self._optimizer, self._after_step)
+            self._watch = ScalerWatch(self._scaler, self._optimizer, self._after_step)
             self._on_detach(self._watch.remove)
 
     def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
@@ -353,6 +357,7 @@ class LocalUpdates(OwnModelAttachment):
     @torch.no_grad()
     def _finish(self) -> None:
         """Merge what is in flight; the parameters stay local."""
+        self._require_own_model("detach()")
         try:
             if self._elastic is not None:
                 self._elastic.end(again=False)
@@ -445,6 +450,11 @@ class LocalUpdates(OwnModelAttachment):
 
     def _begin(self, fragment: Fragment, delay: int) -> None:
         """Phases 1 and 2; with a delay, phase 2 goes on in a thread."""
+        require(
+            not self._is_broken_off,
+            f"{self.call}: an error such as Ctrl-C broke off the last round, which other workers may have ended; detach() on "
+            "all workers, and attach again",
+        )
         with self._clock("measure"):
             self._measure(fragment)
         if not self.averager.traits.gives_one_mean:
@@ -464,7 +474,13 @@ class LocalUpdates(OwnModelAttachment):
         elif delay == 0:
             self._ready()
             # Now no round of another fragment uses the communicator.
-            fragment.finite = exchange(fragment)
+            try:
+                fragment.finite = exchange(fragment)
+            except BaseException as error:
+                fragment.has_moved = True
+                # The others come again to the next round where this one failed on all.
+                self._is_broken_off = not isinstance(error, (CommunicationError, ValueError))
+                raise
         if delay == 0:
             return
         with self._work.after_caller():
@@ -501,7 +517,8 @@ class LocalUpdates(OwnModelAttachment):
             is_finite = self.strategy.weights.scale(fragment.changes, fragment.statistics, comm)
             fragment.rejected = not is_finite
         tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.tensors
-        self.averager.step(fragment.state, tensors, comm).wait()
+        with comm.ledger.counted_by_steps():
+            self.averager.step(fragment.state, tensors, comm).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:
@@ -571,9 +588,10 @@ class LocalUpdates(OwnModelAttachment):
     def _loaded(self, redistributed: bool) -> None:
         if not redistributed:
             return
-        if any(fragment.has_moved for fragment in self._fragments):
+        # Alike on all workers.
+        if self.comm.rank == 0 and any(fragment.has_moved for fragment in self._fragments):
             text = f"{self.call}: what workers changed since their last rounds belongs to no worker now, and is lost"
-            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=2)
+            warnings.warn(f"{text}; call synchronize() before saving to keep it", RuntimeWarning, stacklevel=1)
         self._restart_all()
 
     def _restart_all(self) -> None:

@@ -59,6 +59,7 @@ from ..step.blocks import BlockCourse, BlockSteps
 from ..step.image_sizes import check_image_sizes
 from ..step.steps import START, Course, Step, course, steps
 from ..step.training import Training, prepare
+from .check import check_first
 from .commits import Commits
 from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
@@ -100,6 +101,7 @@ def run(
     keep_freed_memory()
     filterwarnings("ignore", r"\w+: a step was not finite", RuntimeWarning)  # `Terminal` warns for all workers
     workers = Workers(config, comm, is_restart, keeps_folder)
+    check_first(config, comm)
     data = run_on_all(comm, lambda: load(config.data))
     # Before its first round an elastic communicator connects one worker, itself.
     whole = run_on_all(comm, lambda: course(config, data, config.workers if comm.is_elastic else comm.size))
