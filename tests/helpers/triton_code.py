@@ -45,7 +45,7 @@ class Compiled:
 
     @cached_property
     def machine_code(self) -> str:
-        """The instructions for NVIDIA, one in a line, after their addresses. Reading them takes longer than all else here."""
+        """The instructions for NVIDIA, one in a line, after their addresses. To read them takes a quarter of a second."""
         return _cuobjdump(self.cubin, "--dump-sass")
 
 
