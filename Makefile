@@ -52,8 +52,9 @@ demo: $(DEMO)
 test: $(READY)
 	$(PYTEST) -m 'not integration'
 
+# Six processes keep two cores busy: whole runs wait, for each other and for time limits.
 test-all: $(READY)
-	$(PYTEST)
+	$(PYTEST) -n 6
 
 # Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The second and third compile
 # all launches for the real types of their arguments: the interpreter takes what the compiler refuses. The last compiles to

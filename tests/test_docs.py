@@ -9,7 +9,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from functools import partial
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.command import python
 from helpers.pages import Block, Following, blocks
 from helpers.program import programs
 from helpers.spawn import spawn
@@ -182,12 +182,13 @@ def test_torchrun_starts_the_workers_of_a_script_again(tmp_path):
     begins = "    sampler.set_epoch(epoch)\n"
     dies = begins + "    if (done, epoch, rank) == (0, 2, 1):\n        os.kill(os.getpid(), 9)\n"
     (tmp_path / "mine.py").write_text(script.code.replace(begins, dies))
-    done = subprocess.run(
-        ["timeout", "-k", "10", "150", "bash", "-c", command],
+    variables, arguments = command.split("torchrun ")
+    done = python(
+        *("-m", "torch.distributed.run", *arguments.split()),
         cwd=tmp_path,
-        env=os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "GLOO_SOCKET_IFNAME": "lo"},
-        capture_output=True,
-        text=True,
+        timeout=150,
+        GLOO_SOCKET_IFNAME="lo",
+        **dict(variable.split("=") for variable in variables.split()),
     )
     assert done.returncode == 0, done.stderr
     assert re.match("[12] epochs were done", done.stdout), done.stdout

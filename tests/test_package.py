@@ -7,6 +7,7 @@ from email.parser import HeaderParser
 from pathlib import Path
 
 from helpers.cases import case
+from helpers.command import python
 
 ROOT = Path(__file__).parents[1]
 
@@ -46,9 +47,9 @@ def test_the_licence_is_an_expression_and_its_text_and_those_of_the_compiled_lib
     assert texts == ["LICENSE", "native/LICENSES.txt"] and all((folder / "licenses" / text).is_file() for text in texts)
 
 
-def test_a_missing_package_of_a_trainer_is_told_with_its_extra():
+def test_a_missing_package_of_a_trainer_is_told_with_its_extra(tmp_path):
     for name in ("accelerate", "lightning", "transformers"):
         with case(name):
-            program = HIDDEN.format(name=name)
-            done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+            done = python("-c", HIDDEN.format(name=name), cwd=tmp_path)
+            assert done.returncode == 0, done.stderr
             assert f"needs {name}, which is not installed" in done.stdout and "pip install '.[trainers]'" in done.stdout

@@ -6,6 +6,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import triton
@@ -34,13 +35,18 @@ class Compiled:
         text: PTX for NVIDIA, assembly for AMD.
         registers: per thread.
         spills: registers, or bytes on NVIDIA, that a thread keeps in memory.
-        machine_code: its instructions, one in a line, after their addresses; "" for AMD.
+        cubin: machine code for NVIDIA, in a file of the format ELF; empty for AMD.
     """
 
     text: str
     registers: int
     spills: int
-    machine_code: str = ""
+    cubin: bytes = b""
+
+    @cached_property
+    def machine_code(self) -> str:
+        """The instructions for NVIDIA, one in a line, after their addresses. To read them takes a quarter of a second."""
+        return _cuobjdump(self.cubin, "--dump-sass")
 
 
 def compile_variant(variant: Variant, target: str) -> Compiled:
@@ -53,7 +59,7 @@ def compile_variant(variant: Variant, target: str) -> Compiled:
     )
     code = triton.compile(source, target=TARGETS[target], options=OPTIONS).asm
     if "ptx" in code:
-        return Compiled(code["ptx"], *_usage(code["cubin"]), _cuobjdump(code["cubin"], "--dump-sass"))
+        return Compiled(code["ptx"], *_usage(code["cubin"]), code["cubin"])
     text = code["amdgcn"]
     usage = dict(re.findall(r"\.(vgpr_count|vgpr_spill_count): *(\d+)", text))
     return Compiled(text, int(usage["vgpr_count"]), int(usage["vgpr_spill_count"]))

@@ -252,8 +252,8 @@ def test_waits_of_a_step(text, reads):
     """Of two workers, in all of their threads."""
     strategy = tw.parse(text)  # a rule encodes a few numbers in main memory, where Triton does not run
     with kernels.use_backend("triton"):
-        tw.LocalWorld(2).run(waits, threading.Barrier(2, timeout=300), strategy, reads, 4)
-    assert reads.by_file(2 * 4) == STEPS[text], reads.lines
+        tw.LocalWorld(2).run(waits, threading.Barrier(2, timeout=300), strategy, reads, 2)
+    assert reads.by_file(2 * 2) == STEPS[text], reads.lines
 
 
 def test_waits_of_an_elastic_step(reads):
@@ -264,11 +264,11 @@ def test_waits_of_an_elastic_step(reads):
 
     def worker(world: tw.comm.Communicator) -> None:
         with tw.comm.ElasticCommunicator(lighthouse.address, world.rank, quorum_seconds=60) as comm:
-            waits(comm, together, strategy, reads, 4)
+            waits(comm, together, strategy, reads, 2)
 
     with kernels.use_backend("triton"):
         tw.LocalWorld(2).run(worker)
-    assert reads.by_file(2 * 4) == COMMIT | LOCAL | {
+    assert reads.by_file(2 * 2) == COMMIT | LOCAL | {
         "comm/elastic/communicator.py": 2,  # three a round
         "membership.py": 1,  # the norm of what died with a worker
     }, reads.lines

@@ -22,7 +22,7 @@ from helpers.elastic_training import command
 from helpers.program import Program, below, wait_until, workers_of
 from helpers.spawn import spawn as run_in_processes
 
-from thinwire.comm import LocalWorld
+from thinwire.comm import LocalWorld, notice
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
 from thinwire.lab.train.run import interrupt
 from thinwire.lab.train.run.interrupt import Interruption, requeue
@@ -96,6 +96,12 @@ HERE = "127.0.6.1" if sys.platform == "linux" else "127.0.0.1"
 A_ROUND = "worker 0 waits for a round of at least 2 workers, at the Lighthouse http:"
 
 
+def says_soon(folder: str, *arguments: str) -> None:
+    """`command`, which says within half a second whom it waits for."""
+    notice.NOTICE_SECONDS = 0.5
+    command(folder, *arguments)
+
+
 @pytest.mark.parametrize(
     ("options", "rank", "awaited", "number"),
     [
@@ -116,7 +122,7 @@ def test_a_worker_says_whom_it_waits_for_and_a_signal_ends_it_at_once(options, r
     if rank != 1:  # which dials it, and may find nobody else there
         bound.close()
     words = ("train", "digits", "--name", "alone", *options.split())
-    process = Program(command, str(tmp_path), *words, folder=tmp_path, LOCAL_RANK="0", **place)
+    process = Program(says_soon, str(tmp_path), *words, folder=tmp_path, LOCAL_RANK="0", **place)
     try:
         process.wait_until(lambda: awaited in process.stderr, awaited)
         began = time.monotonic()

@@ -15,6 +15,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -263,7 +264,7 @@ def test_errors_reach_the_other_workers_through_the_store():
     with pytest.raises(MemoryError), connect.blaming(Presence(store, 1, 2)):
         raise MemoryError("no room")
     with pytest.raises(CommunicationError, match="lost; worker 1 failed first: MemoryError: no room"):
-        with connect.blaming(Presence(store, 0, 2, beat_seconds=1.0)):
+        with connect.blaming(Presence(store, 0, 2, beat_seconds=0.2)):
             raise CommunicationError("lost")
 
 
@@ -368,6 +369,7 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
     """Behind a firewall that drops packets it was silent for two minutes, or ten."""
     caplog.set_level("INFO")
     monkeypatch.setattr(notice, "NOTICE_SECONDS", 0.05)
+    monkeypatch.setattr(connect, "Presence", partial(Presence, beat_seconds=0.2))
     monkeypatch.setattr(connect, "meeting_store", lambda *_: dist.HashStore())
 
     def fail(*arguments, **options):
