@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -13,7 +13,7 @@ from torch import nn
 
 from ....algorithm import require
 from ....comm import Communicator, LocalWorld
-from ....strategy import AveragerAttachment
+from ....strategy import AveragerAttachment, Local
 from ..config import RunConfig
 from ..results.trackers import check_installed
 from ..shared_errors import SharedError
@@ -64,7 +64,8 @@ def _check_strategy(config: RunConfig, build: Callable[[nn.Module], torch.optim.
     strategy = config.parsed_strategy()
     if strategy.averager.traits.needs_names:
         return  # only the real model has them, and the layers of fragments
-    strategy = replace(strategy, **{field.name: 1 for field in fields(strategy) if field.name == "fragments"})
+    if isinstance(strategy, Local):
+        strategy = replace(strategy, fragments=1)
 
     def worker(comm: Communicator) -> None:
         model = nn.Linear(4, 4)
