@@ -321,28 +321,31 @@ class Missing(CommunicationError):
         super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}{f': {why}' if why else ''}")
 
 
-def meet(
+@contextlib.contextmanager
+def met(
     store: str, place: str, rank: int, size: int, limit: timedelta, credentials: Credentials | None = None
-) -> None:
-    """Return when all workers of a round are in the store of the first; Gloo would wait much longer for one that is dead.
+) -> Iterator[dist.Store]:
+    """Context with the store of a round's first worker, once all have come to it; Gloo would wait much longer for a dead one.
 
     Raises:
         Missing: with the ranks that did not come, or that of the store's owner.
     """
     keys = [f"here/{peer}" for peer in range(size)]
-    try:
-        # The client of a store tries until its limit; here a port that refuses is noticed at once.
-        reach([(0, store)], limit)
-        with store_at(f"{store}/{place}", limit, credentials) as found:
+    with contextlib.ExitStack() as stack:
+        try:
+            # The client of a store tries until its limit; here a port that refuses is noticed at once.
+            reach([(0, store)], limit)
+            found = stack.enter_context(store_at(f"{store}/{place}", limit, credentials))
             found.set(keys[rank], "")
             try:
                 found.wait(keys, limit)
             except RuntimeError as error:
                 raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
-    except Missing:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise Missing([0], reason_of(error)) from error
+        except Missing:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise Missing([0], reason_of(error)) from error
+        yield found
 
 
 def try_sockets(count: int) -> None:
