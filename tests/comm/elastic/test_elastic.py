@@ -267,7 +267,9 @@ def test_heartbeats_follow_progress(monkeypatch):
     now, beats, pauses = [100.0], [], []
     monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lighthouse, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asker = Asker(SimpleNamespace(heartbeat=lambda *_, **__: beats.append(now[0])), "a")
+    left = []
+    told = {"heartbeat": lambda *_, **__: beats.append(now[0]), "leave": lambda id, timeout: left.append(id)}
+    asker = Asker(SimpleNamespace(**told), "a")
     asker._wakened = Pause()
     asker.expect(0.3)
     wait_until(lambda: len(beats) > 2, "heartbeats")
@@ -282,6 +284,7 @@ def test_heartbeats_follow_progress(monkeypatch):
     asker.expect(60.0)
     wait_until(lambda: beats[-1] == now[0], "a heartbeat", 10)
     asker.close()
+    wait_until(lambda: left == ["a"], "the word that it leaves", 10)
 
 
 def test_a_step_in_a_round_is_progress():

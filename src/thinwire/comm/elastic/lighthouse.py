@@ -187,6 +187,9 @@ class TorchftClient:
                 self._client = self._connected(timeout.total_seconds())
             raise
 
+    def leave(self, id: str, timeout: timedelta) -> None:
+        """Nothing: torchft's Lighthouse misses the heartbeats of a worker that leaves."""
+
     def quorum(self, **question: Any) -> Any:
         """Ask for a round, as torchft's client does; heartbeats, in another thread, tell whether the Lighthouse lives.
 
@@ -264,7 +267,7 @@ class Asker:
             self._wakened.set()
 
     def close(self) -> None:
-        """Send no more heartbeats, so that nobody waits for this worker."""
+        """Send no more heartbeats, and say so, so that nobody waits for this worker."""
         self._is_closed = True
         self._wakened.set()
 
@@ -304,13 +307,16 @@ class Asker:
         return [claim for claim in read.values() if claim is not None]
 
     def _beat(self) -> None:
+        limit = timedelta(seconds=HEARTBEAT_SECONDS)
         while not self._is_closed:
             self._wakened.wait(BEAT_SECONDS)
             self._wakened.clear()
             # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception), until_exit():  # the Lighthouse restarts
-                    self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
+                    self._client.heartbeat(self._id, timeout=limit)
+        with contextlib.suppress(Exception), until_exit():  # after the last heartbeat, which would bring it back
+            self._client.leave(self._id, timeout=limit)
 
 
 class Missing(CommunicationError):
