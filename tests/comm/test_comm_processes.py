@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import math
@@ -313,10 +312,7 @@ def wait_over_gloo(rank, store):
 
 def wait_in_an_elastic_round(rank, store):
     groups_of_round = groups.GlooGroups(timedelta(seconds=60), on_gpus=False)
-    with mock.patch.object(
-        groups, "store_at", lambda place, limit: contextlib.nullcontext(dist.PrefixStore(place, store))
-    ):
-        groups_of_round.connect("round", rank, 2, timedelta(seconds=60))
+    groups_of_round.connect(dist.PrefixStore("round", store), "round", rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 
 

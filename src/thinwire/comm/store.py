@@ -19,7 +19,8 @@ from .tls import relay
 from .tls.credentials import Credentials
 from .tls.store import TlsStore
 
-ALL_CAME = "all came"
+GAVE_UP = "gave up: "
+"""Begins what stands in place of a worker that others have waited for in vain; JSON never begins so."""
 Store = dist.Store
 """Any store: PyTorch's, or a `TlsStore`."""
 
@@ -89,25 +90,40 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
         try:
             meeting = store.add(f"thinwire/{rank}", 1)  # of those over this store; all workers count alike
             keys = [f"thinwire/{meeting}/{other}" for other in range(size)]
-            store.set(keys[rank], json.dumps(value))
-            end = ALL_CAME
+            # Each key is written once: by its worker, or by one that has waited for it in vain. So all read the same.
+            store.compare_set(keys[rank], "", json.dumps(value))
             try:
-                store.wait(keys, timedelta(seconds=timeout_seconds))
+                said = _awaited(store, keys, timeout_seconds)
             except RuntimeError:
-                if missing := [other for other, key in enumerate(keys) if not store.check([key])]:
-                    end = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds after rank {rank}"
-            # The first to say how it ends is right.
-            said = store.compare_set(f"thinwire/{meeting}/end", "", end).decode(errors="replace")
-            if said != ALL_CAME:
-                raise CommunicationError(f"rank {rank}: {said}")
-            # In one question: each key by itself took two round trips.
-            return [parsed(value, other) for other, value in enumerate(store.multi_get(keys))]
+                missing = [other for other, key in enumerate(keys) if not store.check([key])]
+                why = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds after rank {rank}"
+                for other in missing:
+                    store.compare_set(keys[other], "", GAVE_UP + why)
+                said = store.multi_get(keys)
+            for text in (one.decode(errors="replace") for one in said):
+                if text.startswith(GAVE_UP):
+                    raise CommunicationError(f"rank {rank}: {text.removeprefix(GAVE_UP)}")
+            return [parsed(one, other) for other, one in enumerate(said)]
         except CommunicationError:
             raise
         except RuntimeError as error:
             raise CommunicationError(f"rank {rank}: the store failed: {error}") from error
 
     return gather
+
+
+def _awaited(store: dist.Store, keys: list[str], seconds: float) -> list[bytes]:
+    """The values of these keys, in one question: each by itself, or waiting for them first, takes round trips more.
+
+    Raises:
+        RuntimeError: some of them did not come in time.
+    """
+    before: timedelta = store.timeout  # type: ignore[attr-defined]  # PyTorch's types lack it
+    store.set_timeout(timedelta(seconds=seconds))
+    try:
+        return store.multi_get(keys)
+    finally:
+        store.set_timeout(before)
 
 
 def host_of(store: dist.Store) -> str | None:

@@ -26,7 +26,7 @@ from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.groups import GlooGroups
-from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, meet
+from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, met, store_at
 from thinwire.comm.ledger import Traffic
 from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
@@ -268,7 +268,9 @@ def test_heartbeats_follow_progress(monkeypatch):
     now, beats, pauses = [100.0], [], []
     monkeypatch.setattr(lighthouse, "BEAT_SECONDS", 0.01)
     monkeypatch.setattr(lighthouse, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    asker = Asker(SimpleNamespace(heartbeat=lambda *_, **__: beats.append(now[0])), "a")
+    left = []
+    told = {"heartbeat": lambda *_, **__: beats.append(now[0]), "leave": lambda id, timeout: left.append(id)}
+    asker = Asker(SimpleNamespace(**told), "a")
     asker._wakened = Pause()
     asker.expect(0.3)
     wait_until(lambda: len(beats) > 2, "heartbeats")
@@ -283,6 +285,7 @@ def test_heartbeats_follow_progress(monkeypatch):
     asker.expect(60.0)
     wait_until(lambda: beats[-1] == now[0], "a heartbeat", 10)
     asker.close()
+    wait_until(lambda: left == ["a"], "the word that it leaves", 10)
 
 
 def test_a_step_in_a_round_is_progress():
@@ -298,8 +301,8 @@ def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
 
     def missing(port, rank, seconds):
         began = time.monotonic()
-        with pytest.raises(Missing) as raised:
-            meet(f"127.0.0.1:{port}", "place", rank, 2, timedelta(seconds=seconds))
+        with pytest.raises(Missing) as raised, met(f"127.0.0.1:{port}", "place", rank, 2, timedelta(seconds=seconds)):
+            pass
         return raised.value.ranks, time.monotonic() - began
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -316,7 +319,8 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
 
     def worker(comm):
         group = GlooGroups(timedelta(seconds=60), on_gpus=False)
-        group.connect(f"127.0.0.1:{store.port}/place", comm.rank, 2, timedelta(seconds=3))
+        with store_at(f"127.0.0.1:{store.port}/place", timedelta(seconds=3)) as found:
+            group.connect(found, "", comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
         if comm.rank == 0:
             group.exchange({}, {1: received})()

@@ -219,6 +219,28 @@ def test_what_a_worker_has_already_does_not_travel():
     assert worker.chunks == 1 and torch.equal(healed.loaded[0]["x"], other["x"])
 
 
+def test_a_small_state_comes_in_one_question_to_each_source():
+    """Each section took a round trip, and one more how far the others had come, which wait where nothing comes late."""
+    asked = []
+
+    def noted(question, answer):
+        asked.append(question[0])
+        return answer
+
+    healed = Healed(Worker(0, {"x": torch.ones(3)}, noted), Worker(1, {"x": torch.ones(3)}, noted))
+    assert healed.heal().digests == after(5).digests
+    assert torch.equal(healed.loaded[0]["x"], torch.ones(3)) and asked == [b"manifests"] * 2
+
+
+def test_a_small_chunk_that_nobody_has_announced_is_not_taken():
+    def swapped(question, answer):
+        return answer[:3] + [bytes(len(chunk)) for chunk in answer[3:]] if question[0] == b"manifests" else answer
+
+    healed = Healed(Worker(0, {"x": torch.ones(3)}, swapped))
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], torch.ones(3))
+
+
 def test_a_state_that_is_too_large_is_refused_before_memory_is_taken_and_its_worker_left_out_after_some_tries():
     large, short = (Manifest((1 << 27) + 16, 16, bytes(32 * number)) for number in (129, 8))
     announced = [short]

@@ -71,6 +71,16 @@ def test_a_worker_without_heartbeats_is_left_out(monkeypatch):
     assert scene.ask("b", b"2") == ("ab", 2)
 
 
+def test_nobody_waits_for_a_worker_that_has_left(monkeypatch):
+    """They waited until they had missed its heartbeats for three seconds."""
+    scene = Scene(monkeypatch)
+    scene.beat("a", "b", "c")
+    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert scene.ask("c", b"2") is None and scene.ask("a", b"2") is None
+    assert scene.quorums.answer([b"leave", b"c"]) == [OK]
+    assert scene.ask("b", b"2") == ("ab", 2)
+
+
 def test_there_are_never_two_quorums_at_once(monkeypatch):
     scene = Scene(monkeypatch, join_seconds=5.0)
     scene.beat(*"abcd")

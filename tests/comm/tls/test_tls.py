@@ -19,8 +19,9 @@ from helpers.keys import keys_of
 from helpers.program import wait_until
 from helpers.threads import failing_once
 
+from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.groups import TcpGroups
-from thinwire.comm.elastic.lighthouse import meet
+from thinwire.comm.elastic.lighthouse import met
 from thinwire.comm.store import connected_store, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store
@@ -363,15 +364,30 @@ def test_keys_that_are_there_take_one_question_however_many(credentials, monkeyp
     ours.close()
 
 
-def test_workers_that_meet_in_one_for_a_round_leave_no_connection(credentials):
-    """Each round with other workers left two, and its store takes some thousands."""
+def test_a_key_that_comes_later_takes_one_question(credentials, monkeypatch):
+    """It took three: its value, then to wait for it, then its value again."""
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
-    place, before = f"127.0.0.1:{ours.port}", set(tls_store._open)
-    meet(place, "round", 0, 1, SOON, credentials[1])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    asked, ask = [], theirs._client.ask
+    monkeypatch.setattr(
+        theirs._client, "ask", lambda *question, **options: asked.append(1) or ask(*question, **options)
+    )
+    threading.Timer(0.2, ours.set, ("late", "came")).start()
+    assert theirs.get("late") == b"came" and len(asked) == 1
+    theirs.close()
+    ours.close()
+
+
+def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_connection(credentials, monkeypatch):
+    """Each round with other workers made two connections, one after the other, and left both; a store takes some thousands."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    place, before, made = f"127.0.0.1:{ours.port}", set(tls_store._open), []
+    monkeypatch.setattr(lighthouse, "connected_store", lambda *args: made.append(connected_store(*args)) or made[-1])
     rounds = TcpGroups(SOON, credentials[1], True, None)
-    rounds.connect(f"{place}/round", 0, 1, SOON)
+    with met(place, "round", 0, 1, SOON, credentials[1]) as store:
+        rounds.connect(store, f"{place}/round", 0, 1, SOON)
     rounds.close()
-    assert tls_store._open == before
+    assert len(made) == 1 and tls_store._open == before
     ours.close()
 
 

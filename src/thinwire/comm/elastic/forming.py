@@ -37,7 +37,7 @@ from .lighthouse import (
     Asker,
     Missing,
     client_of,
-    meet,
+    met,
     reach,
     store_at,
     try_sockets,
@@ -298,10 +298,10 @@ class Forming:
         try:
             # It fails before it meets the others, if it cannot open the sockets that the round needs.
             try_sockets(2 * len(claims) + 8)
-            meet(claims[0].store, meeting, rank, len(claims), limit, self._credentials)
-            if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
-                reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
-            self._groups.connect(f"{claims[0].store}/{meeting}", rank, len(claims), limit)
+            with met(claims[0].store, meeting, rank, len(claims), limit, self._credentials) as store:
+                if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
+                    reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
+                self._groups.connect(store, f"{claims[0].store}/{meeting}", rank, len(claims), limit)
         except Exception as error:
             if NO_DESCRIPTORS in str(error):  # others do not learn it, and would wait for it in each round
                 raise LeftOut(

@@ -20,7 +20,7 @@ from ..sums import Route, Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
-from .lighthouse import Missing, nccl_group, store_at
+from .lighthouse import Missing, nccl_group
 
 
 class Groups(ABC):
@@ -42,11 +42,12 @@ class Groups(ABC):
         self.limit = self._timeout = timeout
 
     @abstractmethod
-    def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
         """Connect with other workers, instead of those before.
 
         Args:
-            place: "host:port/prefix" of a store where they meet.
+            store: where they meet.
+            place: its address, "host:port/prefix".
             rank, size: of this worker in the round.
             limit: how long it may take.
         """
@@ -112,10 +113,9 @@ class GlooGroups(Groups):
         self._gloo: Any = None  # before the first round, and while one is connected
         self._sums: Sums | None = None
 
-    def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
         self.close()
-        with store_at(place, limit) as store:
-            group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
+        group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
         if self.nccl is not None:
             self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
@@ -181,21 +181,20 @@ class TcpGroups(Groups):
         self._credentials, self._listens, self._relay = credentials, listens, relay
         self._comm: TcpCommunicator | None = None
 
-    def connect(self, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
         self.hang_up()
         try:
-            with store_at(place, limit, self._credentials) as store:
-                self._comm = TcpCommunicator.from_store(
-                    store,
-                    rank,
-                    size,
-                    timeout_seconds=self._timeout.total_seconds(),
-                    meeting_seconds=limit.total_seconds(),
-                    credentials=self._credentials,
-                    listens=self._listens,
-                    relay=self._relay,
-                )
-                self.route = self._comm.route
+            self._comm = TcpCommunicator.from_store(
+                store,
+                rank,
+                size,
+                timeout_seconds=self._timeout.total_seconds(),
+                meeting_seconds=limit.total_seconds(),
+                credentials=self._credentials,
+                listens=self._listens,
+                relay=self._relay,
+            )
+            self.route = self._comm.route
         except WrongContact as error:
             raise Missing([error.rank]) from error
 

@@ -187,6 +187,9 @@ class TorchftClient:
                 self._client = self._connected(timeout.total_seconds())
             raise
 
+    def leave(self, id: str, timeout: timedelta) -> None:
+        """Nothing: torchft's Lighthouse misses the heartbeats of a worker that leaves."""
+
     def quorum(self, **question: Any) -> Any:
         """Ask for a round, as torchft's client does; heartbeats, in another thread, tell whether the Lighthouse lives.
 
@@ -264,7 +267,7 @@ class Asker:
             self._wakened.set()
 
     def close(self) -> None:
-        """Send no more heartbeats, so that nobody waits for this worker."""
+        """Send no more heartbeats, and say so, so that nobody waits for this worker."""
         self._is_closed = True
         self._wakened.set()
 
@@ -304,13 +307,16 @@ class Asker:
         return [claim for claim in read.values() if claim is not None]
 
     def _beat(self) -> None:
+        limit = timedelta(seconds=HEARTBEAT_SECONDS)
         while not self._is_closed:
             self._wakened.wait(BEAT_SECONDS)
             self._wakened.clear()
             # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception), until_exit():  # the Lighthouse restarts
-                    self._client.heartbeat(self._id, timeout=timedelta(seconds=HEARTBEAT_SECONDS))
+                    self._client.heartbeat(self._id, timeout=limit)
+        with contextlib.suppress(Exception), until_exit():  # after the last heartbeat, which would bring it back
+            self._client.leave(self._id, timeout=limit)
 
 
 class Missing(CommunicationError):
@@ -321,28 +327,31 @@ class Missing(CommunicationError):
         super().__init__(f"no connection to ranks {', '.join(map(str, self.ranks))}{f': {why}' if why else ''}")
 
 
-def meet(
+@contextlib.contextmanager
+def met(
     store: str, place: str, rank: int, size: int, limit: timedelta, credentials: Credentials | None = None
-) -> None:
-    """Return when all workers of a round are in the store of the first; Gloo would wait much longer for one that is dead.
+) -> Iterator[dist.Store]:
+    """Context with the store of a round's first worker, once all have come to it; Gloo would wait much longer for a dead one.
 
     Raises:
         Missing: with the ranks that did not come, or that of the store's owner.
     """
     keys = [f"here/{peer}" for peer in range(size)]
-    try:
-        # The client of a store tries until its limit; here a port that refuses is noticed at once.
-        reach([(0, store)], limit)
-        with store_at(f"{store}/{place}", limit, credentials) as found:
+    with contextlib.ExitStack() as stack:
+        try:
+            # The client of a store tries until its limit; here a port that refuses is noticed at once.
+            reach([(0, store)], limit)
+            found = stack.enter_context(store_at(f"{store}/{place}", limit, credentials))
             found.set(keys[rank], "")
             try:
                 found.wait(keys, limit)
             except RuntimeError as error:
                 raise Missing([peer for peer, key in enumerate(keys) if not found.check([key])]) from error
-    except Missing:
-        raise
-    except (OSError, RuntimeError) as error:
-        raise Missing([0], reason_of(error)) from error
+        except Missing:
+            raise
+        except (OSError, RuntimeError) as error:
+            raise Missing([0], reason_of(error)) from error
+        yield found
 
 
 def try_sockets(count: int) -> None:

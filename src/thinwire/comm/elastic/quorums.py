@@ -7,8 +7,8 @@ Workers send heartbeats, and ask for a round. All that ask get the same answer, 
     3. more than half of those that live ask, so that no two quorums are there at once, and at least `min_workers`; and the
        first one asked `join_seconds` ago
 
-A worker lives while its heartbeats come. A question is asked again every second until it is answered, so that one whose
-worker has died is soon forgotten.
+A worker lives while its heartbeats come, or until it says that it leaves. A question is asked again every second until it is
+answered, so that one whose worker has died is soon forgotten.
 """
 
 from __future__ import annotations
@@ -67,15 +67,19 @@ class Quorums:
         self._number, self._answer = 0, b""
 
     def answer(self, question: list[bytes]) -> list[bytes]:
-        """The answer to a worker's question or heartbeat.
+        """The answer to a worker's question, its heartbeat, or its farewell.
 
         Raises:
-            ValueError: it is neither.
+            ValueError: it is none.
         """
         what, id, *rest = question
         if len(id) > MAX_TEXT:
             raise ValueError(f"a name has at most {MAX_TEXT} bytes")
         with self._formed:
+            if what == b"leave":
+                self._beats.pop(id.decode(), None)
+                self._questions.pop(id.decode(), None)
+                return [OK]
             self._beat(id.decode())
             if what == b"beat":
                 return [OK]
@@ -158,6 +162,10 @@ class QuorumClient:
     def heartbeat(self, id: str, timeout: timedelta) -> None:
         """Say that this worker lives."""
         self._client.ask(b"beat", id.encode(), seconds=timeout.total_seconds())
+
+    def leave(self, id: str, timeout: timedelta) -> None:
+        """Say that this worker asks for no more rounds, so that the others need not miss its heartbeats first."""
+        self._client.ask(b"leave", id.encode(), seconds=timeout.total_seconds())
 
     def quorum(self, replica_id: str, timeout: timedelta, store_address: str, data: Any, **_: Any) -> Any:
         """Ask for a round; returns its number, and what its workers say of themselves.

@@ -9,7 +9,8 @@
 A snapshot is taken when a round begins with a worker that must be healed, on all workers that are up to date. A listener
 (`tls/connections.py`) serves it while the round lasts. It answers
 
-    "manifests", key, name, ...   -> "ok", the manifest of each section; empty if there is none of this name
+    "manifests", key, name, ...   -> "ok", the manifest of each section; empty if there is none of this name. Then the chunks of
+                                     those of at most `SMALL_BYTES`, each of which would take a round trip by itself
     "chunk", key, name, number    -> "ok", the bytes
     "steps", key                  -> "ok", how many steps this worker has taken since the round began
 
@@ -30,7 +31,7 @@ from torch import Tensor
 from ..compare import hashes
 from .state_bytes import tensors_begin
 
-CHUNK_BYTES = 1 << 20
+CHUNK_BYTES, SMALL_BYTES = 1 << 20, 1 << 14
 HASH_BYTES = 32
 SIZES = struct.Struct("<QQ")
 OK, WAIT, GONE, FAILED = b"ok", b"wait", b"gone", b"failed"
@@ -169,17 +170,23 @@ class Snapshots:
                     if name in sections and name not in self._manifests:
                         self._manifests[name] = Manifest.of(self._section(name))
                 answer += [self._manifests[name].data() if name in sections else b"" for name in names]
+                for name in names:
+                    if name in sections and self._manifests[name].num_bytes <= SMALL_BYTES:
+                        answer += [self._chunk(name, number) for number in range(self._manifests[name].num_chunks)]
             elif what == b"steps":
                 answer.append(str(self.steps).encode())
             elif what == b"chunk":
                 name, number = rest[0].decode(), int(rest[1])
                 if name not in self._manifests or not 0 <= number < self._manifests[name].num_chunks:
                     raise ValueError(f"no chunk {number} of {name[:80]!r}")
-                answer.append(self._section(name)[self._manifests[name].place(number)].numpy().tobytes())
+                answer.append(self._chunk(name, number))
             else:
                 raise ValueError(f"unknown question {what[:80]!r}")
         self._record(sum(map(len, answer)))
         return answer
+
+    def _chunk(self, name: str, number: int) -> bytes:
+        return self._section(name)[self._manifests[name].place(number)].numpy().tobytes()
 
     def _section(self, name: str) -> Tensor:
         section = self._sections[name]

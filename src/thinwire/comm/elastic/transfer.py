@@ -1,7 +1,8 @@
 """How a worker gets the state of others: chunks from several sources at once, each held to its hash.
 
     1. manifests    every source says what its state consists of. What more than half of those that answer say is believed;
-                    the others are named, and no sources any more. Sections that differ between workers come from one source
+                    the others are named, and no sources any more. Sections that differ between workers come from one source.
+                    The chunks of small sections come along
     2. chunks       all connections to all sources take the next missing chunk, so a fast source serves more than a slow one.
                     What is held already is not asked for again: chunks that came before a cut, or that equal one's own
 
@@ -87,6 +88,7 @@ class Transfer:
         self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record
         self._clients = {s: Client(*parse_address(s.address), credentials) for s in sources}
         self._manifests: dict[Source, dict[str, Manifest]] = {}
+        self._small: dict[bytes, Tensor] = {}  # chunks that came with manifests, by their hashes
 
     def close(self) -> None:
         """Close the connections."""
@@ -131,7 +133,11 @@ class Transfer:
             while True:
                 what, *values = self._ask(source, b"manifests", *(name.encode() for name in names))
                 if what == OK:
-                    return {name: Manifest.parsed(m) for name, m in zip(names, values, strict=True) if m}
+                    # Where a manifest that is believed has this hash, this is the chunk, whoever sent it.
+                    for chunk in values[len(names) :]:
+                        self._small[hashlib.sha256(chunk).digest()] = _tensor(chunk)
+                    manifests = zip(names, values[: len(names)], strict=True)
+                    return {name: Manifest.parsed(data) for name, data in manifests if data}
                 if what != WAIT or time.monotonic() > deadline:
                     return "it cannot save its state" if what == FAILED else "it has left the round"
                 time.sleep(PAUSE_SECONDS)
@@ -188,7 +194,7 @@ class Transfer:
 
     def _fetched(self, name: str, sources: Sequence[Source], manifest: Manifest) -> Tensor:
         section = debug.empty(manifest.num_bytes, dtype=torch.uint8, device="cpu")
-        fetch = _Fetch(section, manifest, self._held.get(name, {}))
+        fetch = _Fetch(section, manifest, self._held.get(name, {}) | self._small)
         self._held[name] = fetch.held
         threads = [
             threading.Thread(target=self._pull, args=(fetch, source, name), name="thinwire-healing", daemon=True)
@@ -281,9 +287,13 @@ class _Fetch:
         if hashlib.sha256(chunk).digest() != hash:
             return False
         with until_exit():
-            self._section[place] = torch.frombuffer(bytearray(chunk), dtype=torch.uint8)
+            self._section[place] = _tensor(chunk)
         with self._changed:
             self.held[hash] = self._section[place]
             self._num_missing -= 1
             self._changed.notify_all()
         return True
+
+
+def _tensor(chunk: bytes) -> Tensor:
+    return torch.frombuffer(bytearray(chunk), dtype=torch.uint8)

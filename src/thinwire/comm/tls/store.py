@@ -94,6 +94,18 @@ class TlsStore(dist.Store):
             raise dist.DistStoreError(f"the store is full: it holds at most {MAX_TABLE_BYTES} bytes")
         return answer
 
+    def _awaited(self, what: bytes, keys: Sequence[str], limit: float) -> list[bytes]:
+        """The answer to a question that is answered once these keys are there: it takes one round trip."""
+        deadline = time.monotonic() + limit
+        while True:
+            left = deadline - time.monotonic()
+            milliseconds = str(math.ceil(1000 * max(0.0, min(left, WAIT_SECONDS)))).encode()
+            found = self._ask(what, milliseconds, *map(str.encode, keys), seconds=max(left, 0.1))
+            if found[0] == OK:
+                return found[1:]
+            if left <= 0:
+                raise dist.DistStoreError(f"wait timeout after {limit:g} seconds, keys: {', '.join(keys)}")
+
     def _silence(self, error: OSError) -> dist.DistNetworkError:
         at = relay.relay_of(self.host)
         where = address_text(self.host, self.port) if at is None else f"the relay {address_text(*at)}"
@@ -113,10 +125,7 @@ class TlsStore(dist.Store):
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        # Most are there already, and waiting for them first would take a round trip more.
-        while (found := self._ask(b"get", *map(str.encode, keys)))[0] == MISSING:
-            self.wait(keys)
-        return found[1:]
+        return self._awaited(b"get", keys, self._seconds())
 
     def add(self, key: str, number: int) -> int:
         # Asked twice, it would add twice.
@@ -130,15 +139,7 @@ class TlsStore(dist.Store):
         return self._ask(b"wait", b"0", *map(str.encode, keys))[0] == OK
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        limit = self._seconds() if timeout is None else timeout.total_seconds()
-        deadline = time.monotonic() + limit
-        while True:
-            left = deadline - time.monotonic()
-            milliseconds = math.ceil(1000 * max(0.0, min(left, WAIT_SECONDS)))
-            if self._ask(b"wait", str(milliseconds).encode(), *map(str.encode, keys), seconds=max(left, 0.1))[0] == OK:
-                return
-            if left <= 0:
-                raise dist.DistStoreError(f"wait timeout after {limit:g} seconds, keys: {', '.join(keys)}")
+        self._awaited(b"wait", keys, self._seconds() if timeout is None else timeout.total_seconds())
 
     def delete_key(self, key: str) -> bool:
         return self._ask(b"delete", key.encode())[0] == OK
@@ -164,16 +165,13 @@ class Table:
         """
         what, *fields = question
         with self._changed:
-            if what == b"wait":
-                seconds = min(int(fields[0]) / 1000, WAIT_SECONDS)
-                return [
-                    OK if self._changed.wait_for(lambda: self._values.keys() >= {*fields[1:]}, seconds) else MISSING
-                ]
+            if what in (b"wait", b"get"):
+                seconds, keys = min(int(fields[0]) / 1000, WAIT_SECONDS), fields[1:]
+                if not self._changed.wait_for(lambda: self._values.keys() >= {*keys}, seconds):
+                    return [MISSING]
+                return [OK, *([self._values[key] for key in keys] if what == b"get" else [])]
             if what == b"count":
                 return [OK, str(len(self._values)).encode()]
-            if what == b"get":
-                found = [self._values[key] for key in fields if key in self._values]
-                return [OK, *found] if len(found) == len(fields) else [MISSING]
             key, *values = fields
             before = self._values.get(key)
             if what == b"set":

@@ -247,7 +247,7 @@ def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypa
     """It waited for the store for many minutes."""
     own, mended = Presence(dist.HashStore(), 0, 2, beat_seconds=0.01), threading.Event()
 
-    def read(what):
+    def read():
         mended.wait()
         raise RuntimeError("Connection reset by peer")
 
@@ -257,6 +257,20 @@ def test_a_store_that_does_not_answer_means_that_this_worker_is_cut_off(monkeypa
     assert said.startswith(
         "all_reduce failed; the store has not answered for 0.15 seconds: this worker is cut off from "
     )
+
+
+@pytest.mark.parametrize("size", [2, 40])
+def test_who_is_gone_is_found_in_as_many_questions_however_many_workers(size, monkeypatch):
+    """Each worker's keys were asked for one by one: on a long line rank 0 had ended before, with the store."""
+    store, asked = dist.HashStore(), []
+    for rank in range(size):
+        store.set(f"present/{rank}", '[1, "", ""]')
+    names = ("check", "get", "multi_get", "compare_set", "add", "wait")
+    questions = {name: lambda *args, name=name: asked.append(name) or getattr(store, name)(*args) for name in names}
+    monkeypatch.setattr(presence, "time", SimpleNamespace(sleep=lambda seconds: None))
+    own = Presence(SimpleNamespace(set=store.set, **questions), 1, size)
+    assert own.silent() == [rank for rank in range(size) if rank != 1]
+    assert asked == ["check", "multi_get"] * 2
 
 
 def test_errors_reach_the_other_workers_through_the_store():
