@@ -27,7 +27,7 @@ ANSWER_BEATS = 15  # for the store to tell all this
 class Sign(NamedTuple):
     """What a worker says of itself."""
 
-    count: int = 0
+    beats: int = 0
     """Grows while it lives."""
     failed: str = ""
     """Why it fails."""
@@ -70,7 +70,7 @@ class Presence:
         with contextlib.suppress(RuntimeError):  # the store is gone, and with it the run
             while True:
                 with until_exit():
-                    self._say(count=number)
+                    self._say(beats=number)
                 if self._ended.wait(self._beat_seconds):
                     return
                 number += 1
@@ -139,7 +139,7 @@ class Presence:
         time.sleep(SILENT_BEATS * self._beat_seconds)
         after = self._read()
         counts = enumerate(zip(before, after, strict=True))
-        return after, [rank for rank, (was, now) in counts if rank != self._rank and was.count == now.count]
+        return after, [rank for rank, (was, now) in counts if rank != self._rank and was.beats == now.beats]
 
     def _read(self) -> list[Sign]:
         keys = [f"present/{rank}" for rank in range(self._size)]
