@@ -69,8 +69,10 @@ def test_the_look_at_a_small_model_costs_no_more_than_the_model_in_float64():
     assert tw.LocalWorld(2).run(worker) == [8 * 101] * 2
 
 
-def test_equal_models_have_no_distance():
-    assert measured([[drawn((70_000,), 1)]] * 4, [1.0] * 4) == [0.0] * 4
+@pytest.mark.parametrize("numel", [0, 5, 70_000])
+def test_equal_models_have_no_distance(numel):
+    """A shard may have no element at all."""
+    assert measured([[drawn((numel,), 1)]] * 4, [1.0] * 4) == [0.0] * 4
 
 
 def test_a_look_at_a_large_model_costs_a_few_kilobytes():

@@ -44,7 +44,7 @@ def consensus_distance(
     """
     groups = shards.grouped(tensors) if shards else [tensors]
     joined = [torch.cat([values_of(t).reshape(-1) for t in group]) for group in groups]
-    size = min(SKETCH_SIZE, max(map(len, joined)))
+    size = max(1, min(SKETCH_SIZE, max(map(len, joined))))  # a shard may have no element
     sketches = torch.stack([_sketch(z, size) for z in joined])
     mean = comm.all_reduce(sketches * weight).wait() / comm.size
     squares = (sketches - mean).square().sum(dim=1)
