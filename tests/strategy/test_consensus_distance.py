@@ -57,7 +57,7 @@ def test_the_square_of_the_distance_has_no_bias_and_the_spread_it_claims():
 
 
 def test_models_as_large_as_the_sketch_have_an_exact_distance():
-    models = [[drawn((100, 100), rank), drawn((SKETCH_SIZE - 10_000,), 9 + rank)] for rank in range(4)]
+    models = [[drawn((20, 100), rank), drawn((SKETCH_SIZE - 2_000,), 9 + rank)] for rank in range(4)]
     assert measured(models, [1.0] * 4)[0] == pytest.approx(exact(models, [1.0] * 4), rel=1e-12)
 
 
@@ -83,5 +83,5 @@ def test_a_look_at_a_large_model_costs_a_few_kilobytes():
         handle.consensus_distance()
         return comm.ledger.bytes_sent - before
 
-    # All-reduces of 16,384 numbers of 8 bytes, and of one: 2 (W-1) times as much of all workers together.
+    # All-reduces of 4,096 numbers of 8 bytes, and of one: 2 (W-1) times as much of all workers together.
     assert sum(tw.LocalWorld(4).run(worker)) == 6 * 8 * (SKETCH_SIZE + 1)
