@@ -99,12 +99,12 @@ def test_a_record_of_other_sizes_is_refused():
 
 
 class Slow(LocalCommunicator):
-    """A communicator whose messages come 20 ms late."""
+    """A communicator whose messages come 60 ms late."""
 
     _start_gather_variable = Communicator._start_gather_variable  # in two steps, as over lines
 
     def _start_exchange(self, sends, receives):
-        take, due = super()._start_exchange(sends, receives), time.monotonic() + 0.02
+        take, due = super()._start_exchange(sends, receives), time.monotonic() + 0.06
 
         def late():
             came = take()
@@ -122,4 +122,4 @@ def test_the_latency_of_a_step_is_no_cost_of_an_operation(size):
         return measure_together(Slow(comm.rank, comm.size, comm._mail, 1), 3, 1000, typical=min)
 
     link = tw.LocalWorld(size).run(worker)[0]
-    assert 0.019 < link.latency_seconds < 0.03 and link.operation_seconds < 0.01
+    assert 0.05 < link.latency_seconds < 0.08 and link.operation_seconds < 0.02

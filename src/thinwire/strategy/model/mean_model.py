@@ -93,7 +93,7 @@ def holding_mean(
 def _store_means(tensors: list[Tensor], weight: float, buffers: list[Tensor], comm: Communicator) -> None:
     if not (tensors or buffers):
         return
-    of_weight = torch.tensor(weight, dtype=torch.float64)
+    of_weight = torch.tensor(weight, dtype=torch.float64, device="cpu")
     found = {id(t) for t in differing(comm, [of_weight, *tensors, *buffers])}
     is_weighted = weight != 1.0 or id(of_weight) in found
     _store_mean([t for t in tensors if is_weighted or id(t) in found], weight, comm)
