@@ -258,7 +258,8 @@ def abandons_while_idle(comm, kind: type[Communicator]) -> None:
         own.barrier()
         if comm.rank != 1:
             began = time.monotonic()
-            with pytest.raises(CommunicationError, match=r"rank 1.*(closed|hung up)"):
+            # A third worker may hear first from one that has noticed.
+            with pytest.raises(CommunicationError, match=r"rank 1.*(closed|hung up)|lost rank 1"):
                 ended.all_reduce(torch.ones(4)).wait()
             assert time.monotonic() - began < 10  # half of the time limit
         own.barrier()  # else a third worker might hear of the second one's end first

@@ -70,6 +70,20 @@ class Effort:
         """Of the smaller of the two large messages while all send."""
         return max(1, min(TOGETHER_BYTES, self.pair_bytes // 8))
 
+    def enough_for(self, lines: Lines) -> int:
+        """The `pair_bytes` to measure these lines with, which took too few of them; 0 if they took enough.
+
+        While TCP's windows grow, a message is slower than its line. So it should take many round trips, and its rate, if it did
+        not, is less than the line's.
+
+        Example:
+            >>> lines = Lines.of_rates([[0, 8e6], [8e6, 0]], [[0, 0.1], [0.1, 0]])
+            >>> Effort(pair_bytes=8_000_000).enough_for(lines), Effort(pair_bytes=64_000_000).enough_for(lines)
+            (64000000, 0)
+        """
+        carried = max(lines.bytes_per_second[i][j] * lines.round_trip_seconds[i][j] for i, j in lines.pairs())
+        return int(GROWTH * 2 * MESSAGE_TRIPS * carried) if self.pair_bytes < 2 * MESSAGE_TRIPS * carried else 0
+
     def announced(self, size: int) -> str:
         """What a measurement of `size` workers will do, in words."""
         each = (size - 1) * max(self.pair_bytes, FIRST_BYTES)

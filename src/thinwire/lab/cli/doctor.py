@@ -185,6 +185,7 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
 
 def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     """Print everything, and write the file."""
+    from ...plan import Effort
     from ...plan.doctor import rounded
 
     if asked.json is not None:
@@ -192,6 +193,9 @@ def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     _print_hosts(found.hosts, of_whom)
     if found.lines is not None:
         _print_lines(found.lines)
+        if enough := Effort(asked.seconds, round(1e6 * asked.megabytes)).enough_for(found.lines):
+            print("  The messages were short for these lines, which may be faster; measure with", end=" ")
+            print(f"--megabytes {enough / 1e6:.0f}.")
         print("What follows")
         connections = f"{found.connections} connection{'s' * (found.connections > 1)} with each peer"
         print(f"  transport         --transport {found.transport}, {connections}")
