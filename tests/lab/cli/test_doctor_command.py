@@ -6,11 +6,13 @@ import json
 import os
 import socket
 
+import pytest
 from helpers.command import TORCHRUN, python, thinwire
 from helpers.ports import free_port
 
 import thinwire as tw
-from thinwire.lab.cli import main
+from thinwire.lab.cli import doctor, main
+from thinwire.plan import Lines
 from thinwire.plan.doctor import Host
 
 QUICK = ["--seconds", "0.5", "--megabytes", "0.5", "--parameters", "1M"]
@@ -27,6 +29,14 @@ def test_one_host_alone_has_facts_of_its_own(tmp_path, capsys):
     assert host.name == socket.gethostname() and host.versions["thinwire"] == tw.__version__
     assert host.cores == len(os.sched_getaffinity(0)) and host.speeds["flops"] > 0
     assert f"127.0.0.1:{port}" in host.listening and host.interface is not None
+
+
+@pytest.mark.parametrize(("megabytes", "is_told"), [(8.0, True), (64.0, False)])
+def test_messages_that_are_too_short_for_a_long_line_are_told(megabytes, is_told, capsys):
+    hosts = [Host(f"node{i}", {}, (), f"10.0.0.{i}") for i in range(2)]
+    lines = Lines.of_rates([[0, 8e6], [8e6, 0]], [[0, 0.1], [0.1, 0]])
+    doctor._report(doctor.Doctor(workers=2, megabytes=megabytes), doctor.Diagnosis(hosts, lines, "tcp"))
+    assert ("measure with --megabytes 64." in capsys.readouterr().out) == is_told
 
 
 def test_two_workers_measure_their_lines_and_say_what_follows(tmp_path):
