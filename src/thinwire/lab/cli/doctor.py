@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed import Store
 
     from ...comm import Communicator
-    from ...plan import Lines
+    from ...plan import Effort, Lines
     from ...plan.doctor import Finding, Host, Limit
 
 MOST_COLUMNS = 10  # of a matrix
@@ -61,6 +61,13 @@ class Doctor:
         require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
         parse_count(self.parameters)  # a wrong number is found before the measurement
 
+    @property
+    def effort(self) -> Effort:
+        """Of the measurement."""
+        from ...plan import Effort
+
+        return Effort(self.seconds, round(1e6 * self.megabytes))
+
 
 @dataclass
 class Diagnosis:
@@ -101,14 +108,14 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
     import torch
 
     from ...comm.tcp import TcpCommunicator
-    from ...plan import Effort, measure_lines
+    from ...plan import measure_lines
     from ...plan.doctor import Host
     from ...plan.measure import FIRST_BYTES
     from ..bench.host import this_host
     from ..bench.step import joined, meeting
 
     hosts: list[Host] = []
-    effort, rank = Effort(asked.seconds, round(1e6 * asked.megabytes)), int(os.environ["RANK"])
+    effort, rank = asked.effort, int(os.environ["RANK"])
     try:
         store = meeting(rendezvous, asked.timeout)
         hosts = _exchange_hosts(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
@@ -185,7 +192,6 @@ def _diagnosed(asked: Doctor, found: Diagnosis) -> Diagnosis:
 
 def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     """Print everything, and write the file."""
-    from ...plan import Effort
     from ...plan.doctor import rounded
 
     if asked.json is not None:
@@ -193,7 +199,7 @@ def _report(asked: Doctor, found: Diagnosis, of_whom: str = "") -> None:
     _print_hosts(found.hosts, of_whom)
     if found.lines is not None:
         _print_lines(found.lines)
-        if enough := Effort(asked.seconds, round(1e6 * asked.megabytes)).enough_for(found.lines):
+        if enough := asked.effort.enough_for(found.lines):
             print("  The messages were short for these lines, which may be faster; measure with", end=" ")
             print(f"--megabytes {enough / 1e6:.0f}.")
         print("What follows")

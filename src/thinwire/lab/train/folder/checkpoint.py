@@ -230,9 +230,9 @@ def _tested(path: Path, metric: str) -> float | None:
     return result
 
 
-def latest(folder: Path, without: Collection[str] = ()) -> Path | None:
-    """The checkpoint with the most steps that is not among those without, by name; None if there is none."""
-    return next((path for path in reversed(_finished(folder)) if path.name not in without), None)
+def latest(folder: Path) -> Path | None:
+    """The checkpoint with the most steps; None if there is none."""
+    return next(reversed(_finished(folder)), None)
 
 
 def name_of(step: int) -> str:

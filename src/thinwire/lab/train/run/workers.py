@@ -46,9 +46,7 @@ class Workers:
             not wait for the first one to empty it.
     """
 
-    def __init__(
-        self, config: RunConfig, comm: Communicator, is_restart: bool = False, keeps_folder: bool | None = None
-    ):
+    def __init__(self, config: RunConfig, comm: Communicator, is_restart: bool, keeps_folder: bool | None):
         self.comm, self.elastic = comm, comm if isinstance(comm, ElasticCommunicator) else None
         self._has_begun = False
         self._members: Members | None = None
