@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import socket
+import struct
 import threading
 import time
 from collections import Counter
@@ -15,6 +16,8 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)  # this machine
 LOOK_SECONDS = 0.5  # between two looks of a listener at what may have changed; some systems wake no thread that accepts
 SMALL_PACKET, HEADERS = 1280, 60  # bytes; all paths that carry IPv6 carry such packets
 ADDRESS_SECONDS = 5.0  # before the next one of several addresses of a host is tried
+SLOW_SECONDS = 0.06  # a round trip on which repairing a lost packet takes long, as in the engine
+STEADY = b"bbr"  # a congestion control that does not slow down at each lost packet
 Caller = TypeVar("Caller")
 Result = TypeVar("Result")
 
@@ -146,6 +149,26 @@ def be_patient(connection: socket.socket, silent_seconds: int) -> None:
     for name, value in {**probes, "TCP_USER_TIMEOUT": 1000 * silent_seconds}.items():
         if option := getattr(socket, name, None):  # macOS lacks some
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def choose_congestion(connection: socket.socket) -> None:
+    """Choose `STEADY` for a connection that carries much and whose round trip is long."""
+    # What a system does not have or does not allow, it does without.
+    with contextlib.suppress(AttributeError, OSError, struct.error):
+        (microseconds,) = tcp_info(connection, 68)  # tcpi_rtt
+        if microseconds > 1e6 * SLOW_SECONDS:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, STEADY)
+
+
+def tcp_info(connection: socket.socket, *offsets: int) -> tuple[int, ...]:
+    """Numbers that Linux keeps of a connection, each at an offset in `struct tcp_info` of linux/tcp.h.
+
+    Raises:
+        OSError: the connection has none.
+        struct.error: this kernel is older than the number.
+    """
+    info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
+    return tuple(struct.unpack_from("=I", info, offset)[0] for offset in offsets)
 
 
 def end(connection: socket.socket) -> None:

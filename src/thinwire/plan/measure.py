@@ -28,6 +28,7 @@ from torch import Tensor
 
 from ..algorithm import require
 from ..comm import Communicator
+from ..comm.sockets import tcp_info
 from ..options import require_number
 from .lines import Lines
 from .network import Link
@@ -247,9 +248,8 @@ def segments() -> tuple[int, int]:
     sent = again = 0
     for connection in connections():
         with contextlib.suppress(OSError, struct.error):
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)  # struct tcp_info of linux/tcp.h
-            again += struct.unpack_from("=I", info, 100)[0]  # tcpi_total_retrans
-            sent += struct.unpack_from("=I", info, 156)[0]  # tcpi_data_segs_out
+            one_again, one_sent = tcp_info(connection, 100, 156)  # tcpi_total_retrans, tcpi_data_segs_out
+            sent, again = sent + one_sent, again + one_again
     return sent, again
 
 

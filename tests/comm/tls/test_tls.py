@@ -19,6 +19,7 @@ from helpers.keys import keys_of
 from helpers.program import wait_until
 from helpers.threads import failing_once
 
+from thinwire.comm import sockets
 from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.groups import TcpGroups
 from thinwire.comm.elastic.lighthouse import met
@@ -102,6 +103,26 @@ def test_a_worker_of_another_run_is_no_listener_for_us(credentials, of_another_r
     ):
         connected_store("127.0.0.1", theirs.port, SOON, credentials[1])
     theirs.close()
+
+
+@pytest.mark.parametrize("slow_seconds", [0.0, 30.0])
+@pytest.mark.skipif(not hasattr(socket, "TCP_CONGESTION"), reason="the system does not let programs choose")
+def test_both_ends_of_a_line_with_a_long_round_trip_choose_their_congestion_control(
+    listener, credentials, slow_seconds, monkeypatch
+):
+    def chosen(end):
+        return end.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0")
+
+    monkeypatch.setattr(sockets, "STEADY", b"reno")  # which every kernel has
+    monkeypatch.setattr(sockets, "SLOW_SECONDS", slow_seconds)
+    with (
+        socket.socket() as other,
+        connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 5) as own,
+    ):
+        (heard,) = listener._open
+        expected = b"reno" if slow_seconds == 0 else chosen(other)
+        assert (chosen(own), chosen(heard)) == (expected, expected)
+        assert chosen(other) != b"reno"
 
 
 def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listener, credentials):

@@ -35,6 +35,7 @@ from ..sockets import (
     LOOK_SECONDS,
     be_patient,
     callers,
+    choose_congestion,
     dial_small,
     end,
     keep_trying,
@@ -202,6 +203,7 @@ class Listener:
         try:
             with contextlib.suppress(OSError):
                 be_patient(raw, SILENT_SECONDS)
+            choose_congestion(raw)
             # It goes over a duplicate of the socket, so that others may end it by `raw`: `ssl` takes over the other one.
             copy = raw.dup()
             copy.settimeout(HANDSHAKE_SECONDS)
@@ -302,6 +304,7 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
     connection = None
     try:
         be_patient(raw, SILENT_SECONDS)
+        choose_congestion(raw)
         set_deadline(raw, deadline)
         connection = raw if context is None else context.wrap_socket(raw)
         set_deadline(connection, deadline)

@@ -16,6 +16,7 @@ import torch
 
 from ... import __version__
 from ...comm.addresses import own_address
+from ...comm.sockets import tcp_info
 from ...comm.tcp import is_available
 from ...plan.doctor import Host, Interface
 from ...plan.measure import connections
@@ -132,8 +133,7 @@ def _peers() -> Iterator[str]:
 def _path_mtus() -> Iterator[int]:
     for connection in connections():
         with contextlib.suppress(OSError, struct.error):
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-            yield struct.unpack_from("=I", info, 60)[0]  # tcpi_pmtu
+            yield from tcp_info(connection, 60)  # tcpi_pmtu
 
 
 def _speeds() -> dict[str, float]:
