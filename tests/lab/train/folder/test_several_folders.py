@@ -20,6 +20,7 @@ from thinwire.comm import LocalWorld
 from thinwire.lab.train import RunConfig
 from thinwire.lab.train.folder.run_folder import held_by_first
 from thinwire.lab.train.models import DigitsNet
+from thinwire.lab.train.results.metrics_files import read_rows
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.run.interrupt import Interrupted
 
@@ -122,11 +123,16 @@ def test_machines_that_share_no_folder_train_stop_and_go_on_as_those_that_do(tmp
             *(f"worker-{rank}.pt" for rank in ranks),
         }
         assert (folder / "summary.json").is_file() and (folder / "checkpoints" / "best").is_symlink()
-        assert (folder / "metrics.jsonl").exists() == (machine == "a")
+        assert [*(folder / "tensorboard").iterdir()]
     means = [
         (checkpoints / "best" / "shared.pt").read_bytes() for checkpoints in map(partial(of_machine, output), "ab")
     ]
     assert means[0] == means[1]
+    of_a, of_b = (read_rows(output / machine / "mine" / "metrics.jsonl", STEPS) for machine in "ab")
+    assert [row["step"] for row in of_a] == [*range(1, STEPS + 1)]
+    assert of_a[0].keys() == of_b[0].keys()
+    of_run = [name for name in of_a[0] if "second" not in name]
+    assert [[row[name] for name in of_run] for row in of_a] == [[row[name] for name in of_run] for row in of_b]
 
 
 def test_a_run_goes_on_from_the_newest_checkpoint_that_all_machines_have(tmp_path, shared, stopped):

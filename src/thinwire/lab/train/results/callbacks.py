@@ -19,8 +19,9 @@ from ....algorithm import require
 from ....comm import Communicator
 
 Callback = Callable[[nn.Module, Mapping[str, Any], Communicator], Mapping[str, float]]
-"""`callback(model, row, comm)` is called on every worker together with the metrics so far. What it returns on rank 0 joins
-the row. It must be a function that worker processes can import. `comm` is not the communicator that is measured."""
+"""`callback(model, row, comm)` is called on every worker together with the metrics so far. What it returns on the worker
+that writes the row joins it. It must be a function that worker processes can import. `comm` is not the communicator that is
+measured."""
 
 
 @dataclass(frozen=True)

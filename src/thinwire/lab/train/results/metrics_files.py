@@ -7,6 +7,8 @@ info.jsonl        what callbacks log between rows, a line each
 tensorboard/      the same numbers as TensorBoard events
 checkpoints/      the last checkpoints and the best, see `checkpoint.py`
 summary.json      the result; it exists only when the run has finished
+
+Where machines have a folder each, what columns say of rank 0 is of the first worker of the folder.
 """
 
 from __future__ import annotations
@@ -78,7 +80,7 @@ COLUMNS = {
 
 
 class MetricsWriter:
-    """Writes a run's metrics. Only rank 0 has one.
+    """Writes a run's metrics. The first worker of each folder has one.
 
     Args:
         folder: the run's folder.

@@ -1,4 +1,4 @@
-"""Shows the progress of a run on rank 0: a live bar on a terminal, ten lines elsewhere."""
+"""Shows the progress of a run: a live bar on a terminal, ten lines elsewhere."""
 
 from __future__ import annotations
 

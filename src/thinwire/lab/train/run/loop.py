@@ -12,8 +12,9 @@ step of the run is then one of all workers together whose changes are committed.
 completes such a step; no worker waits for the others there. All meet at the end of an epoch, at checkpoints and at the end.
 
 If the folder has a checkpoint, the run continues from the last one: with the same bits as if it had never stopped, or with
-another number of workers. All workers run this code. One of them also shows the progress and writes the files. With a fixed
-number of workers, metrics use a communicator of their own, so that the ledger counts only the training.
+another number of workers. All workers run this code. One of them also shows the progress, and the first one of each folder
+writes the files. With a fixed number of workers, metrics use a communicator of their own, so that the ledger counts only the
+training.
 
 In an elastic run, workers may come, go and die between any two lines. One that joins is healed: it gets model, optimizer and
 position from a live worker. Blocks of data are assigned so that each is committed once (`blocks.py`); those of a round that is
@@ -156,7 +157,6 @@ class _Worker:
         self.trackers: list[Tracker] = []
         self.gradients: dict[str, Tensor] = {}
         self.commits: Commits | None = None
-        self.is_first_here = workers.keeps_folder and workers.elastic is None
         self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
         self.upcoming_step: Step | None = None
@@ -221,7 +221,7 @@ class _Worker:
             self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
-        if self.workers.writes or self.is_first_here:
+        if self.workers.writes:
             write_json(self.folder / "summary.json", summary(self.config, self.data, state.row, self.strategy))
         return 0
 
@@ -390,16 +390,15 @@ class _Worker:
                 watcher.close()
         self.watchers = []
         if self.workers.writes:
+            self.watchers.append(MetricsWriter(self.folder, done, self.data.metric_names))
+        if self.workers.shows:
             config = self.config
             # The loss scaler of fp16 lets gradients overflow to find its scale.
             limit = None if config.precision == "fp16" else config.parsed_strategy().max_nonfinite
             # These stay open: no other worker waits for a server that is gone.
             self.trackers = self.trackers or trackers(config, self.folder)
-            self.watchers = [
-                Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit),
-                MetricsWriter(self.folder, done, self.data.metric_names),
-                *self.trackers,
-            ]
+            terminal = Terminal(self.folder.name, self.ahead.num_steps, self.data.best_metric, done, limit)
+            self.watchers += [terminal, *self.trackers]
 
     def _share_with_joiners(self, comm: ElasticCommunicator) -> None:
         comm.share("run", self._save, self._load, is_common=False)
@@ -480,7 +479,7 @@ class _Worker:
         position, origin = None, self.origin
         if self.blocks is not None:
             position, origin = self.blocks.sampler.state_dict(), self.blocks.place(step)
-        self.is_first_here = checkpoint.save(
+        is_first_here = checkpoint.save(
             folder,
             step,
             self.training,
@@ -495,7 +494,7 @@ class _Worker:
         self.tested_mean = None
         if not comm.is_elastic:
             comm.barrier()  # all folders have this checkpoint before one loses an older one
-        if self.is_first_here:
+        if is_first_here:
             metric = self.data.best_metric
             checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)
 

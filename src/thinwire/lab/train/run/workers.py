@@ -62,10 +62,16 @@ class Workers:
             comm.check_agreement(shared_settings(config))
 
     @property
+    def shows(self) -> bool:
+        """Whether this worker shows the progress: one of the run, or in elastic runs one of those started together."""
+        return self.is_first if self.elastic is None else self.writes
+
+    @property
     def writes(self) -> bool:
-        """Whether this worker shows the progress and writes the metrics: the first one alive of those started with it."""
+        """Whether this worker writes metrics and summary: the first one of a folder, or in elastic runs the first one alive of
+        those started with it."""
         if self.elastic is None:
-            return self.is_first
+            return self.keeps_folder
         assert self.elastic.members is not None
         return self.number == min(number for number in self.elastic.members.numbers if number in self.started)
 
