@@ -18,11 +18,12 @@ from helpers.spawn import spawn
 
 from thinwire.comm import LocalWorld
 from thinwire.lab.train import RunConfig
-from thinwire.lab.train.folder.run_folder import held_by_first
+from thinwire.lab.train.folder.run_folder import held_by_first, is_finished_on_all
 from thinwire.lab.train.models import DigitsNet
 from thinwire.lab.train.results.metrics_files import read_rows
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.run.interrupt import Interrupted
+from thinwire.lab.train.shared_errors import SharedError
 
 CONFIG = RunConfig("digits", "Gossip(Mix(Ring()))", workers=4, batch_size=50, epochs=1, log_every=1, model=DigitsNet(4))
 STEPS = 1258 // (4 * 50)
@@ -53,6 +54,21 @@ def test_the_first_worker_of_each_output_folder_holds_the_run_there(tmp_path, ma
     assert [folder for folder, _, _ in found] == [tmp_path / machine / "mine.e1" for machine in machines]
     assert all(names == [".lock", "config.json"] for _, _, names in found)
     assert all([*(tmp_path / machine).iterdir()] == [tmp_path / machine / "mine.e1"] for machine in machines)
+
+
+def test_a_run_is_finished_where_it_is_so_in_all_folders(tmp_path):
+    def worker(comm):
+        return is_finished_on_all(replace(CONFIG, output=tmp_path / "ab"[comm.rank], name="mine", resume=True), comm)
+
+    for machine in "ab":
+        assert LocalWorld(2).run(worker) == [False, False]
+        (tmp_path / machine / "mine").mkdir(parents=True)
+        for name in ("config.json", "summary.json"):
+            (tmp_path / machine / "mine" / name).write_text("{}")
+    assert LocalWorld(2).run(worker) == [True, True]
+    (tmp_path / "b" / "mine" / "config.json").unlink()
+    with pytest.raises(SharedError, match="worker 1: '.*/b/mine' is not a run"):
+        LocalWorld(2).run(worker)
 
 
 def test_worker_0_chooses_the_name_and_another_run_of_this_name_elsewhere_is_an_error_of_all(tmp_path):

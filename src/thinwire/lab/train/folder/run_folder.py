@@ -188,6 +188,11 @@ def finished_run(config: RunConfig) -> Path | None:
     return folder
 
 
+def is_finished_on_all(config: RunConfig, comm: Communicator) -> bool:
+    """Whether `finished_run` finds a finished run in the folders of all workers, which may be several. All call it together."""
+    return comm.all_true(run_on_all(comm, lambda: finished_run(config)) is not None)
+
+
 def check_same_run(config: RunConfig, folder: Path) -> None:
     """Check that a folder's run, and its last checkpoint, have this configuration.
 

@@ -20,7 +20,7 @@ from ....comm import Credentials
 from ....comm.addresses import address_text
 from ..config import RunConfig
 from ..device import choose_device
-from ..folder.run_folder import finished_run, held_by_first, held_folder
+from ..folder.run_folder import finished_run, folder_of, held_by_first, held_folder, is_finished_on_all
 from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
 from ..run import loop
@@ -77,7 +77,7 @@ def train(
     if config.transport == "mpi":
         check_mpi()
     environment = set_variables()
-    if finished := finished_run(config):
+    if (environment is None or config.elastic) and (finished := finished_run(config)):
         return finished
     stopped = partial(_stopped, config, on_stop)
     if environment is None:
@@ -135,6 +135,8 @@ def _join(
         end = early_end(environment, on_stop)
         with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
             interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
+            if is_finished_on_all(config, comm):
+                return folder_of(config)
             folder, keeps_folder = held_by_first(config, comm, lock)
             try:
                 run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
