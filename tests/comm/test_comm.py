@@ -141,6 +141,26 @@ def test_many_outstanding_operations(run, size):
     run(size, many_outstanding)
 
 
+def beside_a_round(comm) -> tuple[float, float]:
+    """An operation that is called while a round of equal messages is under way, but has not begun on the last worker."""
+    is_late, has_begun = comm.rank == comm.size - 1, threading.Event()
+
+    def of_round() -> float:
+        time.sleep(0.2 * is_late)
+        summed = comm.all_reduce(torch.tensor([1.0]))
+        has_begun.set()
+        return summed.wait().item()
+
+    summed = comm.round_thread.submit(of_round)
+    assert is_late or has_begun.wait(30)
+    own = comm.all_reduce(torch.tensor([10.0])).wait().item()
+    return summed.wait(), own
+
+
+def test_an_operation_beside_a_round_keeps_its_place_after_it(run):
+    assert run(3, beside_a_round) == [(3.0, 30.0)] * 3
+
+
 def through_copies(operations, comm) -> None:
     """As over Gloo with tensors of a GPU: what is sent and received lies in memory of its own."""
     comm._direct = set()

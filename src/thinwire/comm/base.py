@@ -2,9 +2,10 @@
 
 A communicator connects W workers, ranked 0..W-1. Its operations are *collectives in call order*: every worker calls the same
 operations in the same order, from any of its threads. Only `exchange` is for the peers that it names. (`channel.py` has
-messages in no common order.) An operation returns a `Handle` at once. One thread per communicator starts all operations and
-does not wait for earlier ones, so many may be in flight. `Handle.wait()` blocks until the result is there. No operation is
-started from the completion of another.
+messages in no common order.) Where rounds run beside the training (`round_thread`), an operation of another thread waits until
+they have ended, so that its place among theirs is the same on all workers. An operation returns a `Handle` at once. One thread
+per communicator starts all operations and does not wait for earlier ones, so many may be in flight. `Handle.wait()` blocks
+until the result is there. No operation is started from the completion of another.
 
 Tensors    Contiguous, of any shape unless the operation says otherwise. `all_reduce` takes the dtypes in `SUMMABLE`; the
            others move bytes and take any dtype. A tensor without elements sends nothing.
@@ -33,7 +34,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,6 +70,8 @@ class Communicator(Rounds, ABC):
         device: on which it can send anything: main memory, or this worker's GPU where the backend sends from GPUs only.
         layout: how its ranks lie on the lines, if these were measured; see `layout.py`.
         route: of its all-reduces; see `sums.py`.
+        round_thread: the thread of rounds beside the training. All strategies of this communicator share it, so that workers
+            run them in one order.
     """
 
     global_ranks: Sequence[int] = ()
@@ -79,6 +82,7 @@ class Communicator(Rounds, ABC):
         self.rank, self.size, self.process = rank, size, os.getpid()
         self.ledger = Ledger(size)
         self.route = Route(rank, range(size))  # each worker has a host of its own, unless a backend knows better
+        self.round_thread = self.background("thinwire-round")
         self._lock, self._closed = threading.Lock(), False  # the ledger counts in the order of the calls
         self._aborted = ""  # why
 
@@ -250,12 +254,6 @@ class Communicator(Rounds, ABC):
         """A thread in which calls that use this communicator run in order, beside the caller."""
         return Background(name)
 
-    @cached_property
-    def round_thread(self) -> Background:
-        """The thread of rounds beside the training. All strategies of this communicator share it, so that workers run them in
-        one order; who uses the communicator in another thread drains it first."""
-        return self.background("thinwire-round")
-
     def close(self) -> None:
         """Close the communicator; wait for all operations before. Calling it again does nothing."""
         self._end(self._close)
@@ -408,6 +406,7 @@ class Communicator(Rounds, ABC):
     ) -> Handle:
         """Issue and count one operation; `sent` are the tensors whose checksums debug mode compares."""
         check.own_process(self)
+        self.round_thread.drain()
         messages = [as_bytes(tensor) for tensor in sent] if debug.enabled else []
         before = debug.checksums(messages)
         with self._lock:

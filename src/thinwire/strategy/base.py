@@ -320,9 +320,7 @@ class AveragerAttachment(Attachment):
         self._share_part("buffers", partial(saved, True), partial(load, True), is_common=False)
 
     def _ready(self) -> None:
-        """Wait until the communicator is free for the caller."""
-        if self._comm is not None:
-            self._comm.round_thread.drain()
+        """Wait until no round of this strategy is under way."""
 
     @abstractmethod
     def _finish(self) -> None:
@@ -399,7 +397,6 @@ class AveragerAttachment(Attachment):
         try:
             if self._comm is None:
                 self._comm = ProcessGroupCommunicator(group, device=self.parameters[0][1].device)
-            self._comm.round_thread.drain()  # of other strategies
             options = {"seed": self._seed, "has layout": self._layout is not None}
             self._comm.check_agreement(self.strategy.options() | options)
             if self._layout is not None:

@@ -45,7 +45,6 @@ def told_to_others(comm: Communicator | None, group: Any) -> Iterator[None]:
 
 def _tell(text: str, comm: Communicator | None, group: Any) -> None:
     if comm is not None and not comm.is_elastic:
-        comm.round_thread.drain()  # of other strategies
         comm.tell_failure(text)
     elif comm is None and num_ranks(group) > 1:
         with ProcessGroupCommunicator(group, TELL_SECONDS) as made:

@@ -107,7 +107,7 @@ class ParameterRounds:
         self.to_biased()
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
-        self.comm.round_thread.drain()  # of other strategies
+        self.comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
         tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
         # Only an elastic round can be given up, so only it needs copies.
         before, saved = ([p.clone() for _, p in tensors], self.state.state_dict()) if is_elastic else ([], {})
@@ -129,7 +129,7 @@ class ParameterRounds:
         """Send the parameters as they are now."""
         refuse_capture(self._device)
         self.to_biased()
-        self.comm.round_thread.drain()  # of other strategies
+        self.comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
         if self.comm.is_elastic:
             self._before = self.state.state_dict()
         start = self._start_on_copies if has_streams(self._device) else self._start_in_place

@@ -110,7 +110,6 @@ class ParameterGossip(OwnModelAttachment):
 
     def _ready(self) -> None:
         self._rounds.settle()
-        super()._ready()
 
     def _finish(self) -> None:
         self.synchronize()

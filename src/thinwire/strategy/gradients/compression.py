@@ -140,7 +140,6 @@ class GradientCompression(AveragerAttachment):
         if self._state is None:
             with self._attaching() as comm:
                 self._begin(comm)
-        super()._ready()
 
     def _begin(self, comm: Communicator) -> None:
         state = self.averager.init(self._tensors(), comm, self._seed)

@@ -140,7 +140,7 @@ class GradientRounds:
                 raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
         self._graph_task = torch._C._current_graph_task_id()
         self._require_order()
-        self._comm.round_thread.drain()  # of other strategies
+        self._comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
         healed = self._transaction.begin()
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device

@@ -352,7 +352,6 @@ class LocalUpdates(OwnModelAttachment):
     def _ready(self) -> None:
         for fragment in self._fragments:
             fragment.settle()
-        super()._ready()
 
     @torch.no_grad()
     def _finish(self) -> None:
