@@ -159,7 +159,8 @@ NB_MODULE(_engine, m) {
         .def_prop_ro("peer_name", [](const Stream& stream) { return stream.session->peer_name(); })
         .def_prop_ro("renewals", [](const Stream& stream) { return stream.session->renewals(); });
     nb::class_<Engine>(m, "Engine")
-        .def(nb::init<int, int, double, bool>(), "rank"_a, "size"_a, "timeout_seconds"_a, "is_channel"_a = false)
+        .def(nb::init<int, int, double, bool, uint64_t>(), "rank"_a, "size"_a, "timeout_seconds"_a, "is_channel"_a = false,
+             "early_bytes"_a = kEarly)
         .def("attach", [](Engine& engine, int peer, int descriptor, const Stream* stream) {
             auto session = stream ? stream->session : nullptr;
             Released release;

@@ -27,7 +27,6 @@ namespace {
 
 constexpr size_t kAhead = 1 << 15;          // bytes read beyond the chunk that is being read
 constexpr uint64_t kSmall = 1 << 14;        // messages below go first
-constexpr uint64_t kEarly = 64 << 20;       // of one peer, kept for operations that this worker has not started
 constexpr double kLong = 0.003;             // round trip from which a line is a long one
 constexpr double kFar = 0.015;              // and a very long one, where a window of ten packets is the rule after a pause
 constexpr double kSlow = 0.06;              // and one on which repairing a lost packet takes long
@@ -107,7 +106,7 @@ bool choose(int fd, const char* name) {
 
 std::string mismatch(int rank, uint64_t got, uint64_t expected) {
     return "rank " + std::to_string(rank) + " sent a message of " + std::to_string(got) + " bytes, expected " +
-           std::to_string(expected) + "; do all workers run the same version and configuration?";
+           std::to_string(expected) + "; do all workers run the same version and configuration, for as many steps?";
 }
 
 }  // namespace
@@ -199,6 +198,10 @@ struct Engine::Peer {
     std::map<uint64_t, std::shared_ptr<Operation>> expected;
     std::map<uint64_t, Whole> whole;  // by stream; only those from which this worker has expected something
     uint64_t early = 0;               // bytes
+    std::set<uint64_t> asked;         // messages about which the peer has asked, and that are not expected yet
+    uint64_t placed = 0;              // cost of all chunks that have come for expected messages
+    std::map<uint64_t, bool> held;    // messages about which this worker has asked: whether the peer expects them
+    uint64_t sent = 0, taken = 0;     // cost of all chunks that were sent, and of those that the peer has placed
     double heard = 0, moved = 0;      // when the last new payload came (on a channel, anything), and left
     double next_sign = 0;             // of life
     double round_trip = 1e9, backlog = 0, looked = 0, next_look = 0, next_watch = 0;
@@ -238,8 +241,9 @@ struct Engine::Peer {
     }
 };
 
-Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel)
-    : rank_(rank), timeout_(timeout_seconds), is_channel_(is_channel), process_(getpid()), peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
+Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel, uint64_t early_bytes)
+    : rank_(rank), timeout_(timeout_seconds), is_channel_(is_channel), early_bytes_(early_bytes), process_(getpid()),
+      peers_(static_cast<size_t>(size)), scratch_(1 << 16) {
     if (pipe(wake_) != 0) throw std::runtime_error(std::string("no pipe for the engine: ") + std::strerror(errno));
     for (int end : wake_) fcntl(end, F_SETFL, O_NONBLOCK), fcntl(end, F_SETFD, FD_CLOEXEC);
     for (int i = 0; i < size; ++i) peers_[static_cast<size_t>(i)].rank = i, peers_[static_cast<size_t>(i)].is_mine = i < rank;
@@ -359,9 +363,12 @@ uint64_t Engine::post(const std::vector<Part>& sends, const std::vector<Part>& r
             std::memcpy(part.data + offset, range.early.get(), range.length);
             range.early.reset();
             peer.early -= kCost + range.length;
+            peer.placed += kCost + range.length;
             message.left -= range.length;
         }
         if (message.left == 0) finish_message(peer, part.number);
+        auto living = std::find_if(peer.connections.begin(), peer.connections.end(), [](auto& c) { return !c->is_dead; });
+        if (peer.asked.erase(part.number) && living != peer.connections.end()) acknowledge(**living, part.number + 1);
         for (auto& c : peer.connections) {
             if (!c->is_paused || c->is_dead) continue;
             c->is_paused = false;
@@ -424,7 +431,8 @@ int Engine::begun(const std::vector<std::pair<int, uint64_t>>& messages, double 
         left = messages.size();
         for (size_t i = 0; i < messages.size() && failure_.empty(); ++i) {
             Peer& peer = peers_.at(static_cast<size_t>(messages[i].first));
-            if (peer.incoming.count(messages[i].second)) return found = static_cast<int>(i), true;
+            const uint64_t number = messages[i].second;
+            if (peer.incoming.count(number) || peer.asked.count(number)) return found = static_cast<int>(i), true;
             if (peer.gone.empty()) continue;
             if (!peer.has_said_goodbye || --left == 0) fail(peer, peer.gone);
         }
@@ -749,19 +757,37 @@ void Engine::push(Connection& c, std::shared_ptr<Chunk> chunk) {
     c.frames.push_back({header, std::move(chunk), c.pushed});
 }
 
-void Engine::control(Connection& c, Kind kind, uint64_t number) {
+void Engine::control(Connection& c, Kind kind, uint64_t number, uint64_t offset) {
     c.pushed += sizeof(Header);
-    c.frames.push_back({{kind, 0, number, 0, 0}, nullptr, c.pushed});
+    c.frames.push_back({{kind, 0, number, kind == kAck ? c.peer->placed : 0, offset}, nullptr, c.pushed});
 }
 
-// Gives a connection its next chunk, if there is one for it.
+// Whether a chunk may be sent for the first time: the peer expects its message, or need not keep more than `most` bytes. The peer
+// is asked at half of that, so that a message which it expects does not have to wait.
+bool Engine::may_leave(Connection& c, uint64_t number, uint64_t length, uint64_t most) {
+    Peer& peer = *c.peer;
+    const uint64_t sent = peer.sent + kCost + length, ahead = sent - peer.taken;
+    auto held = peer.held.find(number);
+    if (held == peer.held.end() && ahead > most / 2) {
+        held = peer.held.emplace(number, false).first;
+        control(c, kAsk, number + 1);
+    }
+    if (ahead > most && !held->second) return false;
+    peer.sent = sent;
+    return true;
+}
+
+// Gives a connection its next chunk, if there is one for it. It may also get questions.
 bool Engine::take_work(Connection& c) {
     Peer& peer = *c.peer;
     if (c.unacknowledged() > kWindow / peer.connections.size()) return false;
     bool is_first = peer.connections.front().get() == &c, is_alone = peer.connections.size() == 1;
-    if (is_first && !peer.small.empty()) {
-        push(c, std::move(peer.small.front()));
-        peer.small.pop_front();
+    for (auto chunk = peer.small.begin(); is_first && chunk != peer.small.end(); ++chunk) {
+        const Header& h = (*chunk)->header;
+        if (!may_leave(c, h.number, h.length, early_bytes_)) continue;
+        peer.held.erase(h.number);
+        push(c, std::move(*chunk));
+        peer.small.erase(chunk);
         return true;
     }
     if (is_first && !is_alone) return false;
@@ -783,17 +809,20 @@ bool Engine::take_work(Connection& c) {
         ++peer.counts.resent;
         return true;
     }
-    Peer::Outgoing& out = peer.bulk.front();
-    auto chunk = std::make_shared<Chunk>();
-    chunk->header = {kData, static_cast<uint32_t>(std::min(out.chunk, out.part.bytes - out.next)), out.part.number,
-                     out.part.bytes, out.next};
-    chunk->data = out.part.data + out.next;
-    chunk->op = out.op;
-    out.next += chunk->header.length;
-    if (out.next == out.part.bytes) peer.bulk.pop_front();
-    push(c, std::move(chunk));
-    ++peer.counts.chunks;
-    return true;
+    for (auto out = peer.bulk.begin(); out != peer.bulk.end(); ++out) {
+        const uint64_t length = std::min(out->chunk, out->part.bytes - out->next);
+        if (!may_leave(c, out->part.number, length, early_bytes_ - early_bytes_ / 8)) continue;  // the rest is for small ones
+        auto chunk = std::make_shared<Chunk>();
+        chunk->header = {kData, static_cast<uint32_t>(length), out->part.number, out->part.bytes, out->next};
+        chunk->data = out->part.data + out->next;
+        chunk->op = out->op;
+        out->next += length;
+        if (out->next == out->part.bytes) peer.held.erase(out->part.number), peer.bulk.erase(out);
+        push(c, std::move(chunk));
+        ++peer.counts.chunks;
+        return true;
+    }
+    return false;
 }
 
 // How much connections hold beyond their windows: little near the end, so that none of them keeps what others could send.
@@ -811,7 +840,7 @@ void Engine::deepen(Peer& peer, uint64_t left) {
 bool Engine::flush(Connection& c, bool all) {
     while (!c.is_dead && !c.is_blocked) {
         bool is_new = c.unwritten == c.frames.size();
-        if (is_new && !c.sealed() && !take_work(c)) break;
+        if (is_new && !c.sealed() && !take_work(c) && c.unwritten == c.frames.size()) break;
         iovec pieces[32];
         int count = 0;
         size_t asked = 0, skip = c.part;
@@ -845,9 +874,9 @@ bool Engine::flush(Connection& c, bool all) {
     return false;
 }
 
-void Engine::acknowledge(Connection& c) {
+void Engine::acknowledge(Connection& c, uint64_t offset) {
     c.told = c.taken;
-    control(c, kAck, c.told);
+    control(c, kAck, c.told, offset);
     flush(c, true);
 }
 
@@ -977,8 +1006,12 @@ bool Engine::begin(Connection& c) {
     if (std::string wrong = check(h); !wrong.empty()) return leave(c, wrong), false;
     if (is_channel_) peer.heard = now();
     if (h.kind == kAck) {
-        if (h.number > c.written) return leave(c, "acknowledged what was never sent"), false;
+        if (h.number > c.written || h.total > peer.sent) return leave(c, "acknowledged what was never sent"), false;
         acknowledged(c, h.number);
+        peer.taken = std::max(peer.taken, h.total);
+        if (auto held = peer.held.find(h.offset - 1); held != peer.held.end()) held->second = true;
+    } else if (h.kind == kAsk && h.number > 0) {
+        if (!answer(c, h.number - 1)) return false;
     } else if (h.kind == kAsk) {
         if (++c.asks > kMaxAsks) return leave(c, "asks for too many acknowledgements"), false;
         c.told = c.taken + sizeof(Header);
@@ -1011,8 +1044,8 @@ bool Engine::begin(Connection& c) {
     bool is_far = found == peer.incoming.end() && peer.incoming.size() >= peer.expected.size() + kMaxAhead;
     if (is_far || h.number >= kNumbers || index > seen.below + kMaxAhead)
         return leave(c, "is too many messages ahead"), false;
-    bool is_expected = found != peer.incoming.end() && found->second.data;
-    if (!is_expected && peer.early + kCost + h.length > kEarly) return c.is_paused = true, false;
+    bool has_memory = found != peer.incoming.end() && (found->second.data || found->second.ranges.count(h.offset));
+    if (!has_memory && peer.early + kCost + h.length > early_bytes_) return c.is_paused = true, false;
     Incoming& message = found != peer.incoming.end() ? found->second : peer.incoming[h.number];
     if (message.total == 0) message.total = message.left = h.total;
     if (message.total != h.total)
@@ -1031,6 +1064,22 @@ bool Engine::begin(Connection& c) {
     c.message = &message;
     c.range = range;
     c.into = range->early ? range->early.get() : message.data + h.offset;
+    return true;
+}
+
+// The peer asks whether a message is expected. If it is not, the answer comes later.
+bool Engine::answer(Connection& c, uint64_t number) {
+    Peer& peer = *c.peer;
+    const Whole& seen = peer.seen(number);
+    const uint64_t index = number & kInStream;
+    const bool is_far = number >= kNumbers || index > seen.below + kMaxAhead || peer.asked.size() >= kMaxAhead;
+    if (is_far) return leave(c, "is too many messages ahead"), false;
+    if (peer.expected.count(number) == 0) {
+        if (!seen.has(index)) peer.asked.insert(number);
+        return true;
+    }
+    if (++peer.incoming.at(number).asks > kMaxAsks) return leave(c, "asks for too many acknowledgements"), false;
+    acknowledge(c, number + 1);
     return true;
 }
 
@@ -1066,6 +1115,7 @@ void Engine::end(Connection& c) {
         range.early.reset();
         peer.early -= kCost + range.length;
     }
+    peer.placed += kCost + range.length;
     message->left -= range.length;
     if (message->left == 0) finish_message(peer, c.header.number);
 }
@@ -1089,6 +1139,8 @@ void Engine::drop(Connection& c, Event::What how) {
     shutdown(c.fd, SHUT_RDWR);  // a process that was forked from this one has the socket too
     ::close(c.fd);
     --peer.counts.connections;
+    for (auto held = peer.held.begin(); held != peer.held.end();)  // the answer may be lost: it is asked again
+        held = held->second ? std::next(held) : peer.held.erase(held);
     if (failure_.empty() && peer.gone.empty() && !closing_) {
         if (!peer.has_unsent()) peer.moved = now();
         for (auto& frame : c.frames) {

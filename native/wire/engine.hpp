@@ -9,6 +9,8 @@
 //         when `wait` returns are copied.
 // Errors  Fail everything: all operations, with the same words, and all peers are told. In the engine of a channel, each operation
 //         is with one peer, and who loses a peer fails the operations with that peer alone. What has come from it stays.
+// Early   What comes for an operation that has not begun is kept, within a bound. The sender holds back the rest, message by
+//         message, so that those of operations that have begun go on.
 // Life    The engine of a channel lets its peers know every quarter of the time limit that it is there.
 // Events  For who connects: a connection was lost, or the peer's system ended or reset it; more would be faster; a peer is gone
 //         for good; all has failed. Who gives up a silent connection resets it.
@@ -49,9 +51,12 @@ struct Counts {  // of one peer
     double round_trip_seconds = 0;
 };
 
+constexpr uint64_t kEarly = 64 << 20;
+
 class Engine {
   public:
-    Engine(int rank, int size, double timeout_seconds, bool is_channel = false);
+    // early_bytes: of one peer, kept for operations that this worker has not started; the same for all workers.
+    Engine(int rank, int size, double timeout_seconds, bool is_channel = false, uint64_t early_bytes = kEarly);
     ~Engine();  // does not wait for anything
 
     // Takes a connected socket, which then is the engine's, and what encrypts it, if anything does.
@@ -90,10 +95,12 @@ class Engine {
     void pump(Peer& peer);
     bool flush(Connection& c, bool all);
     void deepen(Peer& peer, uint64_t left);
+    bool may_leave(Connection& c, uint64_t number, uint64_t length, uint64_t most);
     bool take_work(Connection& c);
     void push(Connection& c, std::shared_ptr<Chunk> chunk);
-    void control(Connection& c, Kind kind, uint64_t number);
-    void acknowledge(Connection& c);
+    void control(Connection& c, Kind kind, uint64_t number, uint64_t offset = 0);
+    void acknowledge(Connection& c, uint64_t offset = 0);
+    bool answer(Connection& c, uint64_t number);
     void advance(Connection& c, size_t count);
     void acknowledged(Connection& c, uint64_t position);
     void read(Connection& c);
@@ -116,6 +123,7 @@ class Engine {
     const int rank_;
     const double timeout_;
     const bool is_channel_;
+    const uint64_t early_bytes_;
     const int process_;
     std::mutex mutex_;
     Copies copies_;  // outlives the chunks

@@ -3,6 +3,10 @@
 // Messages of one direction are numbered from 0, in each of several streams, which the upper bits of a number name. A message is
 // cut into chunks, which travel over any of the connections, in any order, and more than once if a connection was lost or is
 // slow. So a chunk says which bytes of which message it has.
+//
+// A receiver keeps chunks that come before it expects their message, within a bound. A chunk costs its bytes and `kCost`. The sender
+// adds up the cost of all chunks that it has sent, each counted once, and subtracts `total` of the latest acknowledgement. Near the
+// bound it asks about a message, and a chunk that would exceed the bound waits until the receiver expects that message.
 // Everything in a header comes from the network: `check` bounds it before memory is taken or written.
 #pragma once
 
@@ -19,8 +23,10 @@ namespace thinwire::wire {
 
 enum Kind : uint32_t {
     kData = 0x7457'0001,  // a chunk
-    kAck = 0x7457'0002,   // number: how many bytes of this connection the sender of the frame has taken
-    kAsk = 0x7457'0003,   // for an acknowledgement at once
+    // number: how many bytes of this connection the sender of the frame has taken; total: the cost of all chunks that have come, over
+    // all connections, for messages that it expected; offset: 0, or 1 + the number of a message that it expects
+    kAck = 0x7457'0002,
+    kAsk = 0x7457'0003,   // number: 0, for an acknowledgement at once; or 1 + that of a message, for one once it is expected
     kWant = 0x7457'0004,  // number: how many connections would fill the line
     kBye = 0x7457'0005,   // all is said, and all that was sent has been acknowledged
     kFail = 0x7457'0006,  // number: the rank that the sender of the frame has lost
@@ -99,6 +105,7 @@ struct Incoming {
     };
     uint64_t total = 0, left = 0;
     uint8_t* data = nullptr;  // null until the message is expected
+    int asks = 0;
     std::map<uint64_t, Range> ranges;
 
     // The range of a chunk, new or known; null if it overlaps another one, which no honest sender does.

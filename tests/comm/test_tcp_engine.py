@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import random
+import select
 import socket
 import struct
 import subprocess
@@ -64,10 +65,11 @@ def noise(nbytes: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-@pytest.mark.parametrize("is_encrypted", [False, True])
+@pytest.mark.parametrize(("is_encrypted", "early_bytes"), [(False, 64 << 20), (True, 64 << 20), (False, 100_000)])
 @pytest.mark.parametrize("seed", range(3))
-def test_messages_survive_connections_that_are_cut_in_their_midst(pair, contexts, seed, is_encrypted):
+def test_messages_survive_connections_that_are_cut_in_their_midst(contexts, seed, is_encrypted, early_bytes):
     """Each byte of 60 messages of all sizes arrives once, while each connection lives for milliseconds."""
+    pair = [_engine.Engine(rank, 2, 60.0, early_bytes=early_bytes) for rank in range(2)]
     chance, connect = random.Random(seed), partial(connected, *pair, contexts=contexts if is_encrypted else ())
     sizes = [chance.choice([1, 900, 20_000, 700_000, 3_000_000]) for _ in range(60)]
     sent = [noise(size, i) for i, size in enumerate(sizes)]
@@ -206,6 +208,86 @@ def test_closing_ends_what_others_wait_for(pair):
         pair[1].wait(operation, 30.0)
 
 
+# ---- operations that the peer has not begun ----
+
+EARLY_BYTES = 1 << 20
+
+
+@pytest.mark.parametrize("is_begun", [False, True])
+@pytest.mark.parametrize("num_connections", [1, 2])
+def test_what_comes_early_holds_up_no_operation_that_the_peer_has_begun(num_connections, is_begun):
+    """As where an all-reduce is followed by a large all-gather, which its peers begin when the all-reduce has ended.
+
+    The early bytes of the second operation stopped all connections, and with them the second half of the first.
+    """
+    engines = [_engine.Engine(rank, 2, 60.0, early_bytes=EARLY_BYTES) for rank in range(2)]
+    for _ in range(num_connections):
+        connected(*engines)
+    first, second = (torch.zeros(n, dtype=torch.uint8) for n in (300_000, 8 * EARLY_BYTES))
+    sent = [noise(tensor.numel(), seed) for seed, tensor in enumerate((first, second))]
+    begun = [engines[1].post([], [described(0, first, 0)])] if is_begun else []
+    large = engines[0].post([described(1, sent[1], 1)], [])
+    small = engines[0].post([described(0, sent[0], 1)], [])
+    if not is_begun:
+        wait_until(lambda: engines[1].begun([(0, 0)], 0.1) == 0, "the message, or word of it", 10.0)
+        begun = [engines[1].post([], [described(0, first, 0)])]
+    finished(engines[1], begun[0], 10.0)
+    finished(engines[0], small)
+    assert not engines[0].wait(large, 0.0)
+    finished(engines[1], engines[1].post([], [described(1, second, 0)]))
+    finished(engines[0], large)
+    assert torch.equal(first, sent[0]) and torch.equal(second, sent[1])
+
+
+def read_held(end: socket.socket) -> int:
+    """The bytes of messages that come until the engine asks about message 0."""
+    num_bytes = 0
+    while (header := read_header(end))[0] == DATA:
+        num_bytes += len(end.recv(header[1], socket.MSG_WAITALL))
+    assert header == (ASK, 0, 1, 0, 0)
+    return num_bytes
+
+
+@pytest.mark.parametrize("is_lost", [False, True])
+def test_a_message_goes_on_when_its_peer_has_said_that_it_expects_it(is_lost):
+    """What a peer may have to keep is bounded. A question that is lost with its connection comes again."""
+    engine, ends = _engine.Engine(0, 2, 60.0, early_bytes=EARLY_BYTES), [socket.socketpair() for _ in range(2)]
+    engine.attach(1, ends[0][0].detach())
+    memory, theirs = noise(3 * EARLY_BYTES, 0), ends[0][1]
+    operation = engine.post([described(0, memory, 1)], [])
+    num_bytes = read_held(theirs)
+    if is_lost:
+        theirs.close()
+        engine.attach(1, ends[1][0].detach())
+        theirs = ends[1][1]
+        num_bytes = read_held(theirs)
+    while select.select([theirs], [], [], 0.2)[0]:
+        num_bytes += len(theirs.recv(read_header(theirs)[1], socket.MSG_WAITALL))
+    assert EARLY_BYTES // 2 < num_bytes <= EARLY_BYTES and not engine.wait(operation, 0.0)
+    theirs.sendall(HEADER.pack(ACK, 0, 0, 0, 1))
+    while num_bytes < memory.numel():
+        num_bytes += len(theirs.recv(read_header(theirs)[1], socket.MSG_WAITALL))
+    finished(engine, operation)
+
+
+def test_a_peer_learns_when_a_message_is_expected():
+    engine, _, _, theirs = said(HEADER.pack(ASK, 0, 6, 0, 0), HEADER.pack(ASK, 0, 1, 0, 0))
+    theirs.settimeout(30.0)
+    assert read_header(theirs)[::4] == (ACK, 1)
+    assert engine.begun([(1, 4), (1, 5)], 30.0) == 1
+    engine.post([], [described(5, torch.zeros(10, dtype=torch.uint8), 1)])
+    assert read_header(theirs)[::4] == (ACK, 6)
+
+
+def test_what_came_early_and_comes_again_takes_no_more_memory():
+    """After a connection was lost: at the bound, the copies stopped those that they came over, and what came behind them."""
+    engine, (ours, theirs) = _engine.Engine(0, 2, 60.0, early_bytes=EARLY_BYTES), socket.socketpair()
+    engine.attach(1, ours.detach())
+    theirs.settimeout(10.0)
+    theirs.sendall(data(0, 700_000, number=1, total=700_000) * 2)
+    wait_until(lambda: engine.counts(1).duplicates == 1, "the copy", 10.0)
+
+
 # ---- whose memory it is ----
 
 
@@ -284,18 +366,24 @@ def test_a_peer_that_never_acknowledges_takes_bounded_memory():
     engine, *_, theirs = said()
     memory, num_read = noise(1 << 20, 0), 0
     operations = [engine.post([described(number, memory, 1)], []) for number in range(160)]
+
+    def read() -> None:
+        nonlocal num_read
+        num_read += len(theirs.recv(1 << 20))
+        theirs.sendall(HEADER.pack(ACK, 0, 0, num_read, 0))  # that it expects all messages
+
     theirs.settimeout(60.0)
     while num_read <= 128 << 20:
-        num_read += len(theirs.recv(1 << 20))
+        read()
     theirs.settimeout(0.5)
     with contextlib.suppress(TimeoutError):
-        while part := theirs.recv(1 << 20):
-            num_read += len(part)
+        while True:
+            read()
     assert num_read < 130 << 20
     theirs.sendall(HEADER.pack(ACK, 0, num_read, 0, 0))
     theirs.settimeout(30.0)
     while num_read < (160 << 20) + 640 * HEADER.size:
-        num_read += len(theirs.recv(1 << 20))
+        read()
     finished(engine, operations[-1])
 
 
@@ -306,6 +394,16 @@ def test_questions_of_a_peer_take_bounded_memory():
     assert engine.events(1.0) == [(_engine.WANT, 1, 9)]
     with contextlib.suppress(ConnectionError):
         theirs.sendall(HEADER.pack(ASK, 0, 0, 0, 0) * 2000)
+    with pytest.raises(RuntimeError, match="rank 1 asks for too many acknowledgements"):
+        engine.wait(operation, 30.0)
+
+
+def test_questions_about_messages_take_bounded_memory():
+    """About messages that are not expected, they get no answer yet; about others, not too many."""
+    engine, operation, *_, theirs = said(HEADER.pack(ASK, 0, 8, 0, 0) * 5000 + HEADER.pack(ASK, 0, 0, 0, 0))
+    assert read_header(theirs) == (ACK, 0, 5001 * HEADER.size, 0, 0)
+    with contextlib.suppress(ConnectionError):
+        theirs.sendall(HEADER.pack(ASK, 0, 1, 0, 0) * 2000)
     with pytest.raises(RuntimeError, match="rank 1 asks for too many acknowledgements"):
         engine.wait(operation, 30.0)
 
@@ -430,7 +528,9 @@ LIES = {
     "sent a chunk of 0 bytes": [HEADER.pack(DATA, 0, 0, 100_000, 0)],
     "sent a chunk that is too small": [data(0, 7)],
     "is too many messages ahead": [HEADER.pack(DATA, 5000, 1 << 63, 100_000, 0)],
+    "is too many messages ahead$": [HEADER.pack(ASK, 0, 2 << 20, 0, 0)],
     "acknowledged what was never sent": [HEADER.pack(ACK, 0, 1, 0, 0)],
+    "acknowledged what was never sent$": [HEADER.pack(ACK, 0, 0, 1, 0)],
     "sent what is no frame": [b"GET / HTTP/1.1\r\nHost: rank 0\r\n\r\n\r\n"],
     "sent a control frame with a body": [HEADER.pack(BYE, 1, 0, 0, 0)],
     "has closed its communicator": [HEADER.pack(BYE, 0, 0, 0, 0)],
