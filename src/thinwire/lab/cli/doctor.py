@@ -100,10 +100,10 @@ def doctor_command(options: list[str]) -> None:
         _report(asked, _diagnosed(asked, Diagnosis([this_host(False, asked.speed)])))
 
 
-def examine_all(asked: Doctor, rendezvous: str) -> None:
+def examine_all(asked: Doctor) -> None:
     """The work of one worker: describe its host to the others, connect, measure, and report on rank 0.
 
-    Descriptions go through the store of the rendezvous, so that they are known where the workers cannot connect.
+    Descriptions go through the store where workers meet, so that they are known where the workers cannot connect.
     """
     import torch
 
@@ -117,7 +117,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
     hosts: list[Host] = []
     effort, rank = asked.effort, int(os.environ["RANK"])
     try:
-        store = meeting(rendezvous, asked.timeout)
+        store = meeting(asked.timeout)
         hosts = _exchange_hosts(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
         with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
             if rank == 0 and comm.size > 1:
