@@ -12,6 +12,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..algorithm import require
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -53,14 +55,13 @@ def load_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
+        require(isinstance(value, dict), f"expected a JSON object, got {type(value).__name__}")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
-    if not isinstance(value, dict):
-        got = f"expected a JSON object, got {type(value).__name__}"
-        raise ValueError(f"{path} is damaged ({got}); restore the file, or remove its run")
-    return value
+    read: dict[str, Any] = value
+    return read
 
 
 def read_json(path: Path) -> Any:

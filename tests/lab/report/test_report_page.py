@@ -328,7 +328,7 @@ def test_the_axis_shows_the_end_of_the_curves(tmp_path):
 
 def test_the_command_reports(report):
     printed = (report / "printed").read_text()
-    for words in ("All & more", "dense, 4 workers", "test accuracy (%) ↑", "not finished", str(report / "report.html")):
+    for words in ("All & more", "dense, 4 workers", "accuracy", "(%) ↑", "not finished", str(report / "report.html")):
         assert words in printed
     assert "dense" in (report / "figures" / "metric-epochs.svg").read_text()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
 
 from ...algorithm import require
@@ -41,14 +41,11 @@ class SyntheticTraining:
         self.optimizer.zero_grad()
         # `timeline.COLORS` knows the phases by these names.
         with record_function("forward"):
-            loss = self._loss(self.model(self.inputs))
+            loss = nn.functional.cross_entropy(self.model(self.inputs), self.targets)
         with record_function("backward"):
             loss.backward()
         with record_function("optimizer"):
             self.optimizer.step()
-
-    def _loss(self, outputs: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, self.targets)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,6 @@ from ...comm.transport import Transport, connect
 from ...kernels import set_threads
 from ...kernels.parallel import MOST_THREADS
 from ...options import require_integer, require_number
-from ..report.style import check_kind
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import SyntheticTraining, TimedMethod, mlp, of_strategy
@@ -131,10 +130,7 @@ class StepBench:
     def run(self) -> list[dict[str, Any]]:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
         _methods(self)  # refuses wrong strategies before workers start
-        if self.timeline:
-            check_kind(self.timeline)
-        for path in (self.json, self.timeline):
-            check_writable(path)
+        check_writable(self.json, figure=self.timeline)
         # DDP uses `torch._dynamo`; the fork server imports it once for all workers.
         rows: list[dict[str, Any]] | None = in_workers(run_worker, self, self.workers, ["torch._dynamo"])
         return rows or []

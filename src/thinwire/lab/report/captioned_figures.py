@@ -66,7 +66,9 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
             ("metric-virtual-seconds", "against virtual time", ALONG_VIRTUAL_SECONDS, VIRTUAL, "virtual_seconds"),
         ):
             figure = lines(compared, axis, main)
-            yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
+            yield CaptionedFigure(
+                name, f"{main.label[:1].upper()}{main.label[1:]} {title}", figure, f"{better}{about}{said}", needs
+            )
     for name, key, title, about in CURVES:
         yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
     if any("workers" in row for group in compared for run in group.runs for row in run.rows):
@@ -163,7 +165,3 @@ def _lines_sentence(groups: Sequence[Group]) -> str:
         return "A line is one run."
     counts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return f"A line is the mean over {counts} seeds, its band one standard deviation to either side."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

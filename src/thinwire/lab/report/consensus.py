@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .legend import add_legend
-from .style import GREY, check_kind, line_style, logarithmic, new_figure, plain_axes, save, styled
+from .style import GREY, line_style, logarithmic, new_figure, plain_axes, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -99,7 +99,6 @@ def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: fl
         target: relative error at which a dotted line is drawn.
         title: the title above the panels.
     """
-    check_kind(path)
     with styled():
         figure = new_figure(10, 4.6 + 0.11 * len(runs), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)

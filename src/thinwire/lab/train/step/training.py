@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ....algorithm import require
 from ....comm import Communicator, Layout, laid_out
@@ -95,7 +96,8 @@ class Training:
             for buffer, before in buffers:
                 if not buffer.isfinite().all():
                     buffer.copy_(before)
-            self.carried = self.carried if is_finite(self.carried) else carried
+            parts = [part for part in tree_leaves(self.carried) if isinstance(part, Tensor)]
+            self.carried = self.carried if all(part.isfinite().all() for part in parts) else carried
         return answers
 
     def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
@@ -214,18 +216,6 @@ def moved(state: Any, device: torch.device) -> Any:
     if not (state is None or isinstance(state, Tensor)):
         raise TypeError(f"the state of a recurrent model is a tensor, tensors or None, got {type(state).__name__}")
     return state if state is None else state.to(device)
-
-
-def is_finite(state: Any) -> bool:
-    """Whether a recurrent model's state (a tensor, a tuple of such, or None) is finite.
-
-    Example:
-        >>> is_finite((torch.ones(1), None)), is_finite((torch.tensor([float("nan")]), None))
-        (True, False)
-    """
-    if isinstance(state, tuple):
-        return all(map(is_finite, state))
-    return not isinstance(state, Tensor) or bool(state.isfinite().all())
 
 
 def prepare(
