@@ -1,26 +1,4 @@
-"""`thinwire train`."""
-
-from __future__ import annotations
-
-import os
-import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ...algorithm import require
-from .options import fail, named, parsed, show
-from .originals import TRAIN
-from .watch import place, served
-
-if TYPE_CHECKING:
-    from ..train import Interrupted
-
-TRAIN_USAGE = """\
-usage: thinwire train RECIPE [OPTIONS]
+"""usage: thinwire train RECIPE [OPTIONS]
        thinwire train --list
 
 Train a network with one process for each worker, and write the results to runs/. The same command works under torchrun, srun
@@ -47,12 +25,31 @@ Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--r
 `thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """
 
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...algorithm import require
+from .options import fail, named, parsed, show
+from .originals import TRAIN
+from .watch import place, served
+
+if TYPE_CHECKING:
+    from ..train import Interrupted
+
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
     recipe, *options = options or ["--help"]
     if recipe in ("-h", "--help"):
-        print(TRAIN_USAGE, end="")
+        print(__doc__, end="")
         return
     from ..overrides import overridden
     from ..recipes import recipes, tasks
