@@ -98,3 +98,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_row(row: Any) -> None:
+    """Check that a row of metrics holds numbers. Callbacks add columns of their own.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> check_row({"step": 10, "loss": 0.5, "accuracy": None})
+    """
+    require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
+    step = row.get("step", 0)
+    require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
+    wrong = [name for name, value in row.items() if not (name == "levels" or is_number(value))]
+    require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row or a summary is a number, or null as where a run diverged."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

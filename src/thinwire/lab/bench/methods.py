@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -76,16 +75,6 @@ class TimedMethod:
     def is_late(self) -> bool:
         """Whether a round ends in the step after the one that began it."""
         return self.rhythm.delay > 0
-
-    @contextmanager
-    def on(self, training: SyntheticTraining, comm: Communicator) -> Iterator[AveragerAttachment | None]:
-        """Context in which this method trains over a communicator; yields the strategy at work, or None."""
-        attachment = self.attach(training, comm)
-        try:
-            yield attachment
-        finally:
-            if attachment is not None:
-                attachment.detach()
 
 
 def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:

@@ -18,7 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -221,28 +221,21 @@ def joined(
         transport: see `comm.transport.connect`.
         timeout_seconds: how long the others may be silent.
     """
-    from ..train.start.connect import choose_interface, connecting, init_process_group
+    from ..train.start.connect import choose_interface, connecting, has_own_gpu, init_process_group
 
     choose_interface(None, one_node=False)
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     with said_if_late(connecting(rank, timeout_seconds)):
         store = store or meeting()
         gathering(store, rank, size, timeout_seconds)(None)
-        init_process_group(_backend(device), store, rank, size, timeout_seconds)
+        is_alone = has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        init_process_group("cpu:gloo,cuda:nccl" if is_alone else "gloo", store, rank, size, timeout_seconds)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm
             dist.barrier()  # no worker exits while others wait for its messages
     finally:
         dist.destroy_process_group()
-
-
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    from ..train.start.connect import has_own_gpu
-
-    return "cpu:gloo,cuda:nccl" if has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) else "gloo"
 
 
 def _methods(bench: StepBench) -> list[TimedMethod]:
@@ -275,7 +268,7 @@ def _row(
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
     step = SyntheticTraining(model, bench.batch_size, comm.rank)
     # What the method sends is over a communicator of its own, which counts nothing else.
-    with connect(bench.transport, device=device) as own, method.on(step, own) as strategy:
+    with connect(bench.transport, device=device) as own, method.attach(step, own) or nullcontext() as strategy:
         turns = Turns(comm, method, alone, step, strategy.settle if strategy else lambda: None, device)
         turns.run(bench.warmup)
         if strategy is not None:

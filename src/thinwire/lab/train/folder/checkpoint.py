@@ -44,10 +44,9 @@ import torch
 from ....algorithm import require
 from ....comm import Communicator, ElasticCommunicator
 from ....messages import error_text
-from ...files import naming, write_json
+from ...files import check_row, naming, write_json
 from ..config import RunConfig
 from ..results.meter import Meter
-from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
 from ..state_files import damaged_file, read_state
 from ..step.steps import START, Position

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
-from ...files import is_at, naming, plain
+from ...files import check_row, is_at, naming, plain
 
 log = logging.getLogger("thinwire")
 
@@ -140,23 +140,3 @@ def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
             ) from None
         rows.append(row)
     return [row for row in rows if row["step"] <= done]
-
-
-def check_row(row: Any) -> None:
-    """Check that a row of metrics holds numbers. Callbacks add columns that are not in `COLUMNS`.
-
-    Raises:
-        ValueError: it does not.
-
-    Example:
-        >>> check_row({"step": 10, "loss": 0.5, "accuracy": None})
-    """
-    require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
-    step = row.get("step", 0)
-    require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
-    wrong = [name for name, value in row.items() if not (name == "levels" or _is_number(value))]
-    require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
