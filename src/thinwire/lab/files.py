@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -39,12 +39,22 @@ def is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write(unfinished)` write a file beside `path`, then rename it; after an error, no file is left."""
+    unfinished = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}.tmp"
+    )  # workers of several machines may write the same file
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
-    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # workers of several machines may write the same file
     with naming(path):
-        unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
-        os.replace(unfinished, path)
+        write_whole(path, lambda unfinished: unfinished.write_text(json.dumps(plain(value), indent=2) + "\n"))
 
 
 def load_json_object(path: Path) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
-from ...files import check_row, is_at, naming, plain
+from ...files import check_row, is_at, naming, plain, write_whole
 
 log = logging.getLogger("thinwire")
 
@@ -56,9 +56,8 @@ class MetricsWriter:
         self._begin(read_rows(self._path, done))
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
         if self._info_path.exists():
-            unfinished = folder / "info.jsonl.tmp"  # a run that is killed here keeps the old file
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in info))
-            os.replace(unfinished, self._info_path)
+            kept = "".join(json.dumps(row) + "\n" for row in info)
+            write_whole(self._info_path, lambda unfinished: unfinished.write_text(kept))
         # TensorBoard hides what was logged after the checkpoint, because those steps come again.
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
