@@ -109,7 +109,9 @@ def run(
     layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
         comm.check_agreement({"training data": data.digest()})
-        warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
+        train, test = data.image_shapes(math.ceil(whole.num_steps / whole.per_epoch))
+        bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
+        warnings = check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)
         training = prepare(config, data, device, workers.elastic, comm, layout)
     if config.variance and not has_variance(training.strategy):
         why = f"{config.strategy} does not average gradients by a lossy codec without a vote, such as QSGD(bits=4)"
@@ -498,14 +500,3 @@ class _Worker:
         if self.is_first_here:
             metric = self.data.best_metric
             checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)
-
-
-def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:
-    """Warn of image sizes at which parts of a kernel see only padding; see `image_sizes`.
-
-    Raises:
-        ValueError: the model cannot take an image size, or its gradients there would be wrong on this device.
-    """
-    train, test = data.image_shapes(num_epochs)
-    bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
-    return check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)
