@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ...options import require_choice, require_integer, require_number
+from ...options import require_integer, require_number
 from .options import fail, parsed
 from .plan import parse_count
 
@@ -58,7 +58,6 @@ class Doctor:
         require_number("seconds", self.seconds, above=0)
         require_number("megabytes", self.megabytes, above=0)
         require_number("compute", self.compute, least=0, hint=" seconds")
-        require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
         parse_count(self.parameters)  # a wrong number is found before the measurement
 
     @property
