@@ -85,7 +85,7 @@ class Train(RunKind):
         try:
             return config.as_dict()
         except ValueError as error:  # of its notation
-            raise ValueError(f"strategy: {error}") from None
+            raise ValueError(f"strategy: {str(error).removeprefix('strategy: ')}") from None
 
     def check(self, config: Any) -> None:
         from ..train.run.check import check_without_data
