@@ -39,6 +39,7 @@ FLOORS = {
     "integrations": 7,
     "lab.fields": 10,
     "lab.files": 10,
+    "lab.variables": 10,
     "lab.overrides": 10,
     "lab.report": 11,
     "lab.train": 12,

@@ -36,29 +36,23 @@ def trainer_package(name: str) -> Iterator[None]:
         ) from None
 
 
-def averaging(strategy: Strategy[Any] | str) -> Averaging[Any]:
+def averaging(strategy: Strategy[Any] | str, together: bool) -> Averaging[Any]:
     """The strategy, read if it is text.
 
+    Args:
+        strategy: or its notation.
+        together: whether the trainer saves and evaluates on all workers at the same step.
+
     Raises:
-        ValueError: the text cannot be read, or the strategy has no averager.
+        ValueError: the text cannot be read, the strategy has no averager, or it has a quorum and `together` is asked for.
     """
     found = strategy_of(strategy)
     require(
         isinstance(found, Averaging), f"{found} is for sharded models, which trainers do not make; use another strategy"
     )
     assert isinstance(found, Averaging)
-    return found
-
-
-def averaging_together(strategy: Strategy[Any] | str) -> Averaging[Any]:
-    """As `averaging`, for trainers that save and evaluate on all workers at the same step.
-
-    Raises:
-        ValueError: as of `averaging`, or the strategy has a quorum.
-    """
-    found = averaging(strategy)
     require(
-        not found.counts_commits,
+        not (together and found.counts_commits),
         f"{found}: the trainer saves and evaluates on all workers together, and with a quorum they are at different steps; "
         "leave the quorum out",
     )

@@ -55,7 +55,7 @@ def attach(
         "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )
     handle: AveragerAttachment = attaching.attach(
-        model, optimizer, averaging(strategy), scaler=accelerator.scaler, **options
+        model, optimizer, averaging(strategy, together=False), scaler=accelerator.scaler, **options
     )
     # Accelerate calls `state_dict` on all workers, and writes what one of them returns.
     state = AllWorkersState(handle, model, [optimizer])

@@ -12,7 +12,7 @@ load    as many replicas as before: each reads its own state, with the same bits
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint._traverse import set_element
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import KeyPath, MappingKey, keystr, tree_leaves_with_path, tree_map_with_path
 
 from ..algorithm import require
 from ..strategy import AveragerAttachment
@@ -60,10 +61,18 @@ class StrategyState:
         All workers of the replica call it.
         """
         parameters, state = dict(self._strategy.parameters), self._strategy.state_dict()
+        tensors = [(path, value) for path, value in tree_leaves_with_path(state) if isinstance(value, Tensor)]
+        owners = {path: owner for path, _ in tensors if (owner := _owner(parameters, map(_key, path))) is not None}
         # On some shards other tensors may have a parameter's size by chance.
-        fitting = self._strategy.on_all_shards(path for path, value, p in _owned(parameters, state) if _fits(value, p))
-        shaped: dict[str, Any] = _shaped(parameters, state, fitting)
-        return shaped
+        fitting = self._strategy.on_all_shards(
+            keystr(path) for path, value in tensors if path in owners and _fits(value, owners[path])
+        )
+
+        def shaped(path: KeyPath, value: Any) -> Any:
+            return _as_parameter(value, owners[path], keystr(path) in fitting) if path in owners else value
+
+        whole: dict[str, Any] = tree_map_with_path(shaped, state)
+        return whole
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, of this replica or of all."""
@@ -99,21 +108,9 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     state.load_state_dict(template)
 
 
-def _owned(
-    parameters: Mapping[str, Tensor], state: Any, path: str = "", parameter: Tensor | None = None
-) -> Iterator[tuple[str, Tensor, Tensor]]:
-    """Each tensor of a state below a parameter's name: its path, itself, and the parameter."""
-    if isinstance(state, Tensor):
-        if parameter is not None:
-            yield path, state, parameter
-        return
-    for key, value in _parts(state):
-        yield from _owned(parameters, value, f"{path}/{key}", _named(parameters, str(key), parameter))
-
-
-def _parts(state: Any) -> Iterable[tuple[Any, Any]]:
-    """The keys and values of a dictionary or a list; none of anything else."""
-    return state.items() if isinstance(state, Mapping) else enumerate(state if isinstance(state, list) else ())
+def _key(entry: Any) -> str | int:
+    """The key of a dictionary or the place in a list that an entry of a path stands for."""
+    return entry.key if isinstance(entry, MappingKey) else entry.idx
 
 
 def _fits(value: Tensor, parameter: Any) -> bool:
@@ -121,25 +118,6 @@ def _fits(value: Tensor, parameter: Any) -> bool:
     held = parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
     in_order = value.ndim == 1 or value.shape[0] == held[:1].numel()  # flat, or a matrix of as many rows
     return value.numel() == held.numel() and in_order
-
-
-def _shaped(
-    parameters: Mapping[str, Tensor],
-    state: Any,
-    fitting: Collection[str],
-    path: str = "",
-    parameter: Tensor | None = None,
-) -> Any:
-    """The state with each tensor whose path is `fitting` in its parameter's shape."""
-    if isinstance(state, Tensor):
-        return state if parameter is None else _as_parameter(state, parameter, path in fitting)
-    values = {
-        key: _shaped(parameters, value, fitting, f"{path}/{key}", _named(parameters, str(key), parameter))
-        for key, value in _parts(state)
-    }
-    if isinstance(state, Mapping):
-        return values
-    return list(values.values()) if isinstance(state, list) else state
 
 
 def _as_parameter(value: Tensor, parameter: Any, fits: bool) -> Tensor | dict[str, Tensor]:
@@ -205,7 +183,7 @@ def _is_held(path: Path, parameter: Tensor | None) -> bool:
     return place == own
 
 
-def _owner(parameters: Mapping[str, Tensor], path: Path) -> Tensor | None:
+def _owner(parameters: Mapping[str, Tensor], path: Iterable[str | int]) -> Tensor | None:
     """The parameter below whose name a path leads."""
     owner = None
     for key in path:

@@ -10,7 +10,7 @@ from ..attaching import attach
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
-from . import averaging_together, trainer_package
+from . import averaging, trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
@@ -45,7 +45,7 @@ class AttachStrategy(pl.Callback):
     """
 
     def __init__(self, strategy: Averaging[Any] | str, **options: Any):
-        self._strategy, self._options = averaging_together(strategy), options
+        self._strategy, self._options = averaging(strategy, together=True), options
         self._saved: dict[str, Any] | None = None
         self.handle: AveragerAttachment | None = None
         self._state: AllWorkersState | None = None

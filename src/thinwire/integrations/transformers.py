@@ -16,7 +16,7 @@ from ..comm import ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging_together, trainer_package
+from . import averaging, trainer_package
 from .numbers import numbers, summary
 from .state import WorkerState, num_workers
 
@@ -61,7 +61,7 @@ class AttachStrategy(TrainerCallback):
         resume_from: str | Path | None = None,
         **options: Any,
     ):
-        self._trainer, self._strategy, self._options = trainer, averaging_together(strategy), options
+        self._trainer, self._strategy, self._options = trainer, averaging(strategy, together=True), options
         self._resume_from = resume_from
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached

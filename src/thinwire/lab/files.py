@@ -7,10 +7,12 @@ import math
 import os
 import sys
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+
+from ..algorithm import require
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -37,12 +39,22 @@ def is_at(descriptor: int, path: Path) -> bool:
         return False
 
 
+def write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write(unfinished)` write a file beside `path`, then rename it; after an error, no file is left."""
+    unfinished = path.with_name(
+        f".{path.name}.{uuid.uuid4().hex}.tmp"
+    )  # workers of several machines may write the same file
+    try:
+        write(unfinished)
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write a JSON file atomically: a reader sees the old file or the new one, never a part."""
-    unfinished = path.with_suffix(f".{uuid.uuid4().hex}.tmp")  # workers of several machines may write the same file
     with naming(path):
-        unfinished.write_text(json.dumps(plain(value), indent=2) + "\n")
-        os.replace(unfinished, path)
+        write_whole(path, lambda unfinished: unfinished.write_text(json.dumps(plain(value), indent=2) + "\n"))
 
 
 def load_json_object(path: Path) -> dict[str, Any]:
@@ -53,14 +65,13 @@ def load_json_object(path: Path) -> dict[str, Any]:
     """
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig"))
+        require(isinstance(value, dict), f"expected a JSON object, got {type(value).__name__}")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except ValueError as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
-    if not isinstance(value, dict):
-        got = f"expected a JSON object, got {type(value).__name__}"
-        raise ValueError(f"{path} is damaged ({got}); restore the file, or remove its run")
-    return value
+    read: dict[str, Any] = value
+    return read
 
 
 def read_json(path: Path) -> Any:
@@ -97,3 +108,24 @@ def plain(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def check_row(row: Any) -> None:
+    """Check that a row of metrics holds numbers. Callbacks add columns of their own.
+
+    Raises:
+        ValueError: it does not.
+
+    Example:
+        >>> check_row({"step": 10, "loss": 0.5, "accuracy": None})
+    """
+    require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
+    step = row.get("step", 0)
+    require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
+    wrong = [name for name, value in row.items() if not (name == "levels" or is_number(value))]
+    require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value of a row or a summary is a number, or null as where a run diverged."""
+    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

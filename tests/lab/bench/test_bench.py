@@ -223,7 +223,7 @@ def test_the_strategy_says_what_is_timed_and_the_floor():
 @pytest.mark.parametrize("text", ["Gradients(Mean())", "Gossip(Mix(Ring()))"])
 def test_a_strategy_is_timed_over_the_transport_that_was_asked_for(text):
     def worker(comm):
-        with of_strategy(text, False, None).on(SyntheticTraining(mlp(4, 1), 2, comm.rank), comm) as strategy:
+        with of_strategy(text, False, None).attach(SyntheticTraining(mlp(4, 1), 2, comm.rank), comm) as strategy:
             return strategy.comm is comm
 
     assert tw.LocalWorld(2).run(worker) == [True, True]

@@ -12,8 +12,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from helpers.report_runs import STEPS, write_run
+from rich.console import Console
 
-from thinwire.lab.report import accuracy_against_bytes, read_run, write_report
+from thinwire.lab.report import accuracy_against_bytes, read_run, summary_table, write_report
 from thinwire.lab.report.groups import differing, grouped, what_was_run
 from thinwire.lab.report.mean_curve import curve
 from thinwire.lab.report.metrics import main_metric, metric, on_test_sets
@@ -61,6 +62,15 @@ def test_links_that_lead_in_a_circle_are_followed_once(tmp_path, monkeypatch):
     )
     assert [found.folder for found in find([tmp_path]).runs] == [run]
     assert len(walked) < 6
+
+
+def test_a_terminal_of_80_columns_shows_all_of_the_table_of_a_few_runs(runs):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary_table(find([runs]).runs[:1], "one run"))
+    text = console.export_text()
+    for shown in ("one run", "accuracy", "vs fp32", "vs bf16", "seconds ↓", "4.00"):
+        assert shown in text
+    assert "…" not in text
 
 
 def test_means_and_deviations_over_seeds(runs):

@@ -244,7 +244,10 @@ def test_fields_within_fields_may_not_count_either():
             "recipe = 'digits'\n[grid]\nstrategy = ['Gradients(Mean(TopKK(0.1)))']",
             "strategy: unknown name 'TopKK'; did you mean 'TopK'?",
         ),
-        ("recipe = 'digits'\n[grid]\nstrategy = ['TopK(0.1)']", 'write "Gradients(Mean(TopK(0.1), ErrorFeedback()))"'),
+        (
+            "recipe = 'digits'\n[grid]\nstrategy = ['TopK(0.1)']",
+            'toml: strategy: TopK(0.1) is a codec; write "Gradients(Mean(',
+        ),
         ("recipe = 'digits'\n[grid]\nthreads = [1, 2]", "threads = 1 and threads = 2 are the same run"),
         ("recipe = 'digits'\n[grid]\nseed = [1, 1]", "seed = 1 and seed = 1 are the same run"),
         ("recipe = digits\n", "(at line 1, column 10)"),

@@ -27,6 +27,7 @@ from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
+from thinwire.lab.files import write_whole
 from thinwire.lab.train.data import (
     CIFAR10,
     IGNORE,
@@ -46,7 +47,7 @@ from thinwire.lab.train.data import (
 )
 from thinwire.lab.train.data.augment import random_crop, random_cutout, random_flip
 from thinwire.lab.train.data.base import batch_generator
-from thinwire.lab.train.data.cache import cached, write_whole
+from thinwire.lab.train.data.cache import cached
 from thinwire.lab.train.data.download import download
 from thinwire.lab.train.data.image_folder import random_regions, region_box
 from thinwire.lab.train.data.translation import batches_by_tokens, bleu, bleu_sums

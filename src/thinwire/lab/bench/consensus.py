@@ -22,7 +22,7 @@ from ...average import Averager
 from ...comm import Communicator, LocalWorld, ProcessWorld
 from ...options import require_integer, require_number
 from ...strategy import ConsensusRecord, consensus
-from ..report.consensus import Row, best, check_kind, error_against_bits, reaching
+from ..report.consensus import Row, best, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
@@ -73,10 +73,7 @@ class ConsensusBench:
         given = [as_parsed(text, Averager) for text in self.averager]
         groups = [candidates(averager, self.step_sizes, self.thetas) for averager in given]
         start_values(self.data, self.shape, 0, self.workers, self.seed)  # before any worker starts
-        if self.figure is not None:
-            check_kind(self.figure)
-        for path in (self.json, self.figure):
-            check_writable(path)
+        check_writable(self.json, figure=self.figure)
         world = ProcessWorld(self.workers) if self.processes else LocalWorld(self.workers)
         runs = iter(world.run(_work, self, [averager for group in groups for averager in group])[0])
         measured = [[next(runs) for _ in group] for group in groups]

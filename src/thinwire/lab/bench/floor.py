@@ -47,13 +47,13 @@ class Floor:
 
     Example:
         >>> Floor.of(Machine(1e8, 0.01), 0.1, num_bytes=2e7, passes=2, is_concurrent=False)
-        Floor(line_seconds=0.2, memory_passes=2, memory_seconds=0.02, seconds=0.30000000000000004)
+        Floor(line_seconds=0.2, memory_passes=2, memory_seconds=0.02, floor_seconds=0.30000000000000004)
     """
 
     line_seconds: float
     memory_passes: float
     memory_seconds: float
-    seconds: float
+    floor_seconds: float
 
     @classmethod
     def of(

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.profiler import record_function
 
 from ...algorithm import require
@@ -41,14 +40,11 @@ class SyntheticTraining:
         self.optimizer.zero_grad()
         # `timeline.COLORS` knows the phases by these names.
         with record_function("forward"):
-            loss = self._loss(self.model(self.inputs))
+            loss = nn.functional.cross_entropy(self.model(self.inputs), self.targets)
         with record_function("backward"):
             loss.backward()
         with record_function("optimizer"):
             self.optimizer.step()
-
-    def _loss(self, outputs: Tensor) -> Tensor:
-        return nn.functional.cross_entropy(outputs, self.targets)
 
 
 @dataclass(frozen=True)
@@ -79,16 +75,6 @@ class TimedMethod:
     def is_late(self) -> bool:
         """Whether a round ends in the step after the one that began it."""
         return self.rhythm.delay > 0
-
-    @contextmanager
-    def on(self, training: SyntheticTraining, comm: Communicator) -> Iterator[AveragerAttachment | None]:
-        """Context in which this method trains over a communicator; yields the strategy at work, or None."""
-        attachment = self.attach(training, comm)
-        try:
-            yield attachment
-        finally:
-            if attachment is not None:
-                attachment.detach()
 
 
 def of_strategy(text: str, ddp: bool, bucket_bytes: int | None) -> TimedMethod:

@@ -8,19 +8,25 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithm import able_to, require
+from ..report.style import check_kind
 
 
-def check_writable(path: Path | None) -> None:
-    """Check before a measurement that `path` can be written.
+def check_writable(*paths: Path | None, figure: Path | None = None) -> None:
+    """Check before a measurement that files can be written, of which None are none.
+
+    Args:
+        paths: any files.
+        figure: also checked for its kind.
 
     Raises:
         ValueError: with the reason.
     """
-    if path is None:
-        return
-    # Opened to append, so that an earlier result stays until there is a new one.
-    with able_to(f"write {path}", "choose another file"), open(path, "a"):
-        pass
+    if figure is not None:
+        check_kind(figure)
+    for path in filter(None, (*paths, figure)):
+        # Opened to append, so that an earlier result stays until there is a new one.
+        with able_to(f"write {path}", "choose another file"), open(path, "a"):
+            pass
 
 
 def write_json(path: Path | None, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -32,18 +31,17 @@ from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from ...algorithm import require
+from ...algorithm import require, required
 from ...allocator import keep_freed_memory
 from ...comm import Communicator
 from ...comm.ledger import ring_all_reduce_bytes
 from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
-from ...comm.store import gathering
+from ...comm.store import connected_store, gathering
 from ...comm.transport import Transport, connect
 from ...kernels import set_threads
 from ...kernels.parallel import MOST_THREADS
 from ...options import require_integer, require_number
-from ..report.style import check_kind
 from . import timeline
 from .floor import Floor, Machine, passes_of
 from .methods import SyntheticTraining, TimedMethod, mlp, of_strategy
@@ -132,56 +130,57 @@ class StepBench:
     def run(self) -> list[dict[str, Any]]:
         """Measure; rank 0 prints the table, writes the files and returns the rows, the others return none."""
         _methods(self)  # refuses wrong strategies before workers start
-        if self.timeline:
-            check_kind(self.timeline)
-        for path in (self.json, self.timeline):
-            check_writable(path)
+        check_writable(self.json, figure=self.timeline)
         # DDP uses `torch._dynamo`; the fork server imports it once for all workers.
         rows: list[dict[str, Any]] | None = in_workers(run_worker, self, self.workers, ["torch._dynamo"])
         return rows or []
 
 
-def in_workers(work: Callable[[Any, str], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
-    """Run `work(task, rendezvous)` in a launcher's worker, and return its result; without one, in new processes: None.
+def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
+    """Run `work(task)` in a launcher's worker, and return its result; without one, in new processes: None.
 
     Raises:
         ValueError: that of a worker.
         SystemExit: a worker has ended with exit code 1, after it has said why.
     """
+    from ..train.start.connect import loopback_store
+
     if "RANK" in os.environ:
-        return work(task, "env://")
-    with tempfile.TemporaryDirectory() as folder:
-        start = (work, task, workers, f"file://{folder}/rendezvous")
-        method = worker_context(["thinwire.lab.bench.step", *preloaded]).get_start_method()
-        try:
-            torch.multiprocessing.start_processes(_started, start, workers, start_method=method)
-        except torch.multiprocessing.ProcessExitedException as end:
-            mistake = Path(folder) / f"mistake{end.error_index}"
-            if mistake.exists():
-                raise ValueError(mistake.read_text()) from None
-            if end.exit_code == 1:
-                sys.exit(1)
-            raise
+        return work(task)
+    store = loopback_store(0)
+    method = worker_context(["thinwire.lab.bench.step", *preloaded]).get_start_method()
+    try:
+        torch.multiprocessing.start_processes(_started, (work, task, workers, store.port), workers, start_method=method)
+    except torch.multiprocessing.ProcessExitedException as end:
+        mistake = f"mistake/{end.error_index}"
+        if store.check([mistake]):
+            raise ValueError(store.get(mistake).decode()) from None
+        if end.exit_code == 1:
+            sys.exit(1)
+        raise
 
 
-def _started(rank: int, work: Callable[[Any, str], Any], task: Any, workers: int, rendezvous: str) -> None:
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(workers), LOCAL_WORLD_SIZE=str(workers))
+def _started(rank: int, work: Callable[[Any], Any], task: Any, workers: int, port: int) -> None:
+    from ..train.start.environment import LOOPBACK, Environment
+
+    os.environ.update(Environment("thinwire", rank, workers, rank, workers, LOOPBACK, port).variables())
+    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent process has the store, as torchrun's agent has
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     try:
-        work(task, rendezvous)
+        work(task)
     except ValueError as error:
-        Path(rendezvous.removeprefix("file://")).with_name(f"mistake{rank}").write_text(str(error))
+        connected_store(LOOPBACK, port, timedelta(minutes=1)).set(f"mistake/{rank}", str(error))
         sys.exit(2)
 
 
-def run_worker(bench: StepBench, rendezvous: str) -> list[dict[str, Any]]:
+def run_worker(bench: StepBench) -> list[dict[str, Any]]:
     """The work of one worker: measure every method, and report on rank 0."""
     torch.set_num_threads(bench.threads)
     set_threads(bench.threads)
     keep_freed_memory()
     device = _own_device(bench)
-    with joined(meeting(rendezvous), device, bench.transport) as comm:
+    with joined(device=device, transport=bench.transport) as comm:
         machine = Machine.measured(comm, sum(p.numel() for p in mlp(bench.hidden, bench.layers).parameters()), device)
         rows = [_row(bench, comm, machine, method, device) for method in _methods(bench)]
         return _report(bench, rows) if comm.rank == 0 else []
@@ -198,20 +197,13 @@ def _own_device(bench: StepBench) -> torch.device:
     return device
 
 
-def meeting(rendezvous: str = "env://", timeout_seconds: float = 300.0) -> dist.Store:
+def meeting(timeout_seconds: float = 300.0) -> dist.Store:
     """The store by which the workers that the launcher's environment names find each other."""
     from ..train.start.connect import meeting_store
     from ..train.start.environment import launched
 
-    rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
-    environment = launched() if rendezvous == "env://" else None
-    store: dist.Store
-    if environment is not None:
-        store = meeting_store(environment, seconds=timeout_seconds)
-    else:
-        store = next(dist.rendezvous(rendezvous, rank, size, timeout=timedelta(seconds=timeout_seconds)))[0]
-    store.set_timeout(timedelta(seconds=timeout_seconds))  # a file:// rendezvous ignores its timeout
-    return store
+    environment = required(launched(), "RANK is in the environment without WORLD_SIZE; is it left over?")
+    return meeting_store(environment, seconds=timeout_seconds)
 
 
 @contextmanager
@@ -229,28 +221,21 @@ def joined(
         transport: see `comm.transport.connect`.
         timeout_seconds: how long the others may be silent.
     """
-    from ..train.start.connect import choose_interface, connecting, init_process_group
+    from ..train.start.connect import choose_interface, connecting, has_own_gpu, init_process_group
 
     choose_interface(None, one_node=False)
     rank, size = int(os.environ["RANK"]), int(os.environ.get("WORLD_SIZE", "1"))
     with said_if_late(connecting(rank, timeout_seconds)):
         store = store or meeting()
         gathering(store, rank, size, timeout_seconds)(None)
-        init_process_group(_backend(device), store, rank, size, timeout_seconds)
+        is_alone = has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        init_process_group("cpu:gloo,cuda:nccl" if is_alone else "gloo", store, rank, size, timeout_seconds)
     try:
         with connect(transport, timeout_seconds=timeout_seconds, device=device) as comm:
             yield comm
             dist.barrier()  # no worker exits while others wait for its messages
     finally:
         dist.destroy_process_group()
-
-
-def _backend(device: torch.device) -> str:
-    if device.type == "cpu":
-        return "gloo"
-    from ..train.start.connect import has_own_gpu
-
-    return "cpu:gloo,cuda:nccl" if has_own_gpu(device, int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) else "gloo"
 
 
 def _methods(bench: StepBench) -> list[TimedMethod]:
@@ -283,7 +268,7 @@ def _row(
         model = DistributedDataParallel(model, bucket_cap_mb=bench.bucket_megabytes, gradient_as_bucket_view=True)
     step = SyntheticTraining(model, bench.batch_size, comm.rank)
     # What the method sends is over a communicator of its own, which counts nothing else.
-    with connect(bench.transport, device=device) as own, method.on(step, own) as strategy:
+    with connect(bench.transport, device=device) as own, method.attach(step, own) or nullcontext() as strategy:
         turns = Turns(comm, method, alone, step, strategy.settle if strategy else lambda: None, device)
         turns.run(bench.warmup)
         if strategy is not None:
@@ -308,10 +293,7 @@ def _row(
         "method": method.name,
         **asdict(times),
         "bytes_sent_per_step": round(sent),
-        "line_seconds": floor.line_seconds,
-        "memory_passes": floor.memory_passes,
-        "memory_seconds": floor.memory_seconds,
-        "floor_seconds": floor.seconds,
+        **asdict(floor),
         "phase_seconds": phases,
         "spans": spans,
     }

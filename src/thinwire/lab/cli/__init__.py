@@ -1,35 +1,4 @@
-"""The command line, `thinwire COMMAND`: one module for each command.
-
-A user error prints one line on stderr and no traceback; so does a missing package. Each command imports the packages that it
-needs, after it has read its options, so that `--help` does not wait for PyTorch.
-"""
-
-from __future__ import annotations
-
-import os
-import select
-import sys
-from collections.abc import Sequence
-
-from ...messages import install_for_warnings
-from .bench import bench_command, consensus_command
-from .demo import demo_command
-from .doctor import doctor_command
-from .extras import EXTRAS, advice, missing_packages
-from .keys import keys_command
-from .names import list_command
-from .new_method import new_method_command
-from .options import fail, named
-from .plan import plan_command
-from .relay import relay_command
-from .report import report_command
-from .sweep import sweep_command
-from .topology import topology_command
-from .train import train_command
-from .watch import watch_command
-
-USAGE = """\
-usage: thinwire COMMAND ...
+"""usage: thinwire COMMAND ...
 
 Train over slow networks: workers agree while sending as few bytes as possible.
 
@@ -55,6 +24,34 @@ Each command explains its options with --help. A first run:
 
   thinwire train digits --workers 4 --strategy "Gradients(Mean(TopK(0.01), ErrorFeedback()))"
 """
+
+# One module for each command. Where `--help` shows more than the options of one dataclass, it prints the module's
+# docstring. A user error prints one line on stderr and no traceback; so does a missing package. Each command imports
+# the packages that it needs, after it has read its options, so that `--help` does not wait for PyTorch.
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+from collections.abc import Sequence
+
+from ...messages import install_for_warnings
+from .bench import bench_command, consensus_command
+from .demo import demo_command
+from .doctor import doctor_command
+from .extras import EXTRAS, advice, missing_packages
+from .keys import keys_command
+from .names import list_command
+from .new_method import new_method_command
+from .options import fail, named
+from .plan import plan_command
+from .relay import relay_command
+from .report import report_command
+from .sweep import sweep_command
+from .topology import topology_command
+from .train import train_command
+from .watch import watch_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -101,7 +98,7 @@ def output_is_read() -> bool:
 
 def help_command(options: list[str]) -> None:
     """Print the list of commands."""
-    print(USAGE, end="")
+    print(__doc__, end="")
 
 
 def version_command(options: list[str]) -> None:

@@ -1,11 +1,4 @@
-"""`thinwire bench` and `thinwire consensus`."""
-
-from __future__ import annotations
-
-from .options import named, parsed
-
-USAGE = """\
-usage: thinwire bench codecs [OPTIONS]
+"""usage: thinwire bench codecs [OPTIONS]
        thinwire bench step [OPTIONS]
 
 Measure how fast codecs encode and decode, or a training step over this network: gradients, gossip or local updates, beside the
@@ -13,12 +6,16 @@ least time that its computation, bytes and passes over memory need. Each benchma
 --help.
 """
 
+from __future__ import annotations
+
+from .options import named, parsed
+
 
 def bench_command(options: list[str]) -> None:
     """Run a benchmark; it prints a table."""
     name, *options = options or ["--help"]
     if name in ("-h", "--help"):
-        print(USAGE, end="")
+        print(__doc__, end="")
         return
     from .. import bench
     from ..train.start.environment import set_variables

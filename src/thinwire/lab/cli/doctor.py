@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from ...options import require_choice, require_integer, require_number
+from ...options import require_integer, require_number
 from .options import fail, parsed
 from .plan import parse_count
 
@@ -58,7 +58,6 @@ class Doctor:
         require_number("seconds", self.seconds, above=0)
         require_number("megabytes", self.megabytes, above=0)
         require_number("compute", self.compute, least=0, hint=" seconds")
-        require_choice("transport", self.transport, ("auto", "tcp", "gloo"))
         parse_count(self.parameters)  # a wrong number is found before the measurement
 
     @property
@@ -100,10 +99,10 @@ def doctor_command(options: list[str]) -> None:
         _report(asked, _diagnosed(asked, Diagnosis([this_host(False, asked.speed)])))
 
 
-def examine_all(asked: Doctor, rendezvous: str) -> None:
+def examine_all(asked: Doctor) -> None:
     """The work of one worker: describe its host to the others, connect, measure, and report on rank 0.
 
-    Descriptions go through the store of the rendezvous, so that they are known where the workers cannot connect.
+    Descriptions go through the store where workers meet, so that they are known where the workers cannot connect.
     """
     import torch
 
@@ -117,7 +116,7 @@ def examine_all(asked: Doctor, rendezvous: str) -> None:
     hosts: list[Host] = []
     effort, rank = asked.effort, int(os.environ["RANK"])
     try:
-        store = meeting(rendezvous, asked.timeout)
+        store = meeting(asked.timeout)
         hosts = _exchange_hosts(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
         with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
             if rank == 0 and comm.size > 1:

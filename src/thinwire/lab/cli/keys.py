@@ -1,4 +1,14 @@
-"""`thinwire keys`: who may take part in a run, and how its connections are encrypted."""
+"""usage: thinwire keys new FOLDER                 make a run's certificate authority, and this machine's keys
+       thinwire keys token FOLDER HOST:PORT     let another machine join, which reaches this one at HOST:PORT
+       thinwire keys join FOLDER TOKEN          on the other machine: get its keys, or renew them (TOKEN "-": from stdin)
+       thinwire keys renew FOLDER               on the machine of the authority: a later certificate for this machine
+       thinwire keys revoke FOLDER NAME         take the certificate of a machine back
+
+With keys, every connection of a run is encrypted (TLS 1.3), and only machines whose certificate the run's authority has
+signed take part: thinwire train RECIPE --credentials FOLDER. Each command explains its options with --help.
+"""
+
+# Who may take part in a run, and how its connections are encrypted.
 
 from __future__ import annotations
 
@@ -9,17 +19,6 @@ from pathlib import Path
 from typing import Annotated
 
 from .options import named, parsed, shown_as
-
-KEYS_USAGE = """\
-usage: thinwire keys new FOLDER                 make a run's certificate authority, and this machine's keys
-       thinwire keys token FOLDER HOST:PORT     let another machine join, which reaches this one at HOST:PORT
-       thinwire keys join FOLDER TOKEN          on the other machine: get its keys, or renew them (TOKEN "-": from stdin)
-       thinwire keys renew FOLDER               on the machine of the authority: a later certificate for this machine
-       thinwire keys revoke FOLDER NAME         take the certificate of a machine back
-
-With keys, every connection of a run is encrypted (TLS 1.3), and only machines whose certificate the run's authority has
-signed take part: thinwire train RECIPE --credentials FOLDER. Each command explains its options with --help.
-"""
 
 
 @dataclass(frozen=True)
@@ -150,6 +149,6 @@ def keys_command(options: list[str]) -> None:
     """Make, hand out and revoke the keys of a run."""
     what, *options = options or ["--help"]
     if what in ("-h", "--help"):
-        print(KEYS_USAGE, end="")
+        print(__doc__, end="")
         return
     parsed(named(COMMANDS, what, "command", "thinwire keys --help"), options, f"thinwire keys {what}").execute()

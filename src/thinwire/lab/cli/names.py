@@ -1,4 +1,8 @@
-"""`thinwire list`."""
+"""usage: thinwire list [KIND]
+
+Show the names that strategies and averagers are written with, and what each is: all, or one KIND of
+strategies, averagers, codecs, memories, topologies, others.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,11 @@ from .options import named
 
 KINDS = ("strategies", "averagers", "codecs", "memories", "topologies", "others")
 
-USAGE = f"""\
-usage: thinwire list [KIND]
-
-Show the names that strategies and averagers are written with, and what each is: all, or one KIND of
-{", ".join(KINDS)}.
-"""
-
 
 def list_command(options: list[str]) -> None:
     """Print the names of all kinds or of one, with a line each."""
     if {"-h", "--help"} & set(options):
-        print(USAGE, end="")
+        print(__doc__, end="")
         return
     if len(options) > 1:
         raise ValueError(f"thinwire list takes one kind, got {' '.join(options)!r}; see thinwire list --help")

@@ -7,13 +7,14 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from ...suggestion import see, suggestion
+from ..variables import variables_set
 from .originals import written_here
 
 if TYPE_CHECKING:
@@ -117,7 +118,8 @@ def parsed(
     options, parts = _parts(kind, options)
     complaint = io.StringIO()
     try:
-        with contextlib.redirect_stderr(complaint), _wide_terminal():
+        # Tyro breaks no line in its box on so wide a terminal.
+        with contextlib.redirect_stderr(complaint), variables_set({"COLUMNS": "10000"}):
             parsed, unknown = parse(options)
     except SystemExit:
         raise ValueError(f"{_message(complaint.getvalue())}; see {where}") from None
@@ -156,17 +158,6 @@ def _parts(kind: type, options: list[str]) -> tuple[list[str], dict[str, Any]]:
             raise ValueError(f"{name} needs a value, such as {name} 0.01")
         parts[path] = value_of(value)
     return rest, parts
-
-
-@contextlib.contextmanager
-def _wide_terminal() -> Iterator[None]:
-    """Context that keeps tyro from breaking lines in its box."""
-    before = os.environ.get("COLUMNS")
-    os.environ["COLUMNS"] = "10000"
-    try:
-        yield
-    finally:
-        os.environ.pop("COLUMNS") if before is None else os.environ.update(COLUMNS=before)
 
 
 def _registry() -> ConstructorRegistry:

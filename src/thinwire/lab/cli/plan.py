@@ -77,12 +77,8 @@ def plan_command(options: list[str]) -> None:
     from ...plan import Speeds, Workload, predict
     from ..bench.rows import check_writable, write_json
     from ..report.plan_figures import draw_by_rate, draw_by_workers
-    from ..report.style import check_kind
 
-    check_writable(asked.json)
-    if asked.figure is not None:
-        check_kind(asked.figure)
-        check_writable(asked.figure)
+    check_writable(asked.json, figure=asked.figure)
     network, speeds, compute = _network(asked), Speeds(), asked.compute
     build = _recipe_model(recipe) if recipe is not None else _own_model(asked.model)
     model = parse_count(asked.parameters) if build is None else _parameters(build)

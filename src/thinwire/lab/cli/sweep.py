@@ -51,13 +51,13 @@ def sweep_command(options: list[str]) -> None:
     asked = parsed(SweepCommand, options, "thinwire sweep", originals=SWEEP)
     from ..sweep import read_sweep
     from ..sweep.file import has_begun, where_it_runs
-    from ..sweep.show import plan_table, show_failures, statuses_of, watch
+    from ..sweep.show import plan_table, show_failures, watch
 
     sweep = read_sweep(asked.file)
     if asked.slurm is not None:
         _submit(sweep, asked)
     elif asked.dry_run:
-        show(plan_table(sweep, statuses_of(sweep.runs)))
+        show(plan_table(sweep))
     elif asked.status:
         sweep = where_it_runs(sweep)
         if not has_begun(sweep):

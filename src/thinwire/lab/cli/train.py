@@ -1,26 +1,4 @@
-"""`thinwire train`."""
-
-from __future__ import annotations
-
-import os
-import shlex
-import sys
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from ...algorithm import require
-from .options import fail, named, parsed, show
-from .originals import TRAIN
-from .watch import place, served
-
-if TYPE_CHECKING:
-    from ..train import Interrupted
-
-TRAIN_USAGE = """\
-usage: thinwire train RECIPE [OPTIONS]
+"""usage: thinwire train RECIPE [OPTIONS]
        thinwire train --list
 
 Train a network with one process for each worker, and write the results to runs/. The same command works under torchrun, srun
@@ -47,12 +25,31 @@ Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--r
 `thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """
 
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...algorithm import require
+from .options import fail, named, parsed, show
+from .originals import TRAIN
+from .watch import place, served
+
+if TYPE_CHECKING:
+    from ..train import Interrupted
+
 
 def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
     recipe, *options = options or ["--help"]
     if recipe in ("-h", "--help"):
-        print(TRAIN_USAGE, end="")
+        print(__doc__, end="")
         return
     from ..overrides import overridden
     from ..recipes import recipes, tasks
@@ -71,30 +68,29 @@ def train_command(options: list[str]) -> None:
     default = named(known, recipe, "recipe", "thinwire train --list").config
     environment = set_variables()
     default = replace(default, workers=environment.size if environment else default.workers)
-    checkpoints, options = _taken(options, "--evaluate", "a checkpoint, such as runs/NAME/checkpoints/best")
-    checkpoint = Path(checkpoints[-1]) if checkpoints else None
-    metrics, options = _taken(options, "--metrics", "[ADDRESS:]PORT, such as 9100")
+    own = {
+        "--evaluate": "a checkpoint, such as runs/NAME/checkpoints/best",
+        "--metrics": "[ADDRESS:]PORT, such as 9100",
+        "--config": "a file, such as slow-network.toml",
+        **{f"--{part}.kind": "a kind, such as --optimizer.kind Adam" for part in PARTS},
+    }
+    taken, rest = _taken(options, own)
+    checkpoint = Path(taken["--evaluate"][-1]) if taken["--evaluate"] else None
     if checkpoint is not None:
         default = _of_checkpoint(default, checkpoint)
-    files, rest = _taken(options, "--config", "a file, such as slow-network.toml")
-    default = _composed(default, files)
-    kinds = [f"{part}.kind" for part in PARTS]
-    for name in kinds:
-        values, rest = _taken(rest, f"--{name}", "a kind, such as --optimizer.kind Adam")
-        if values:
-            default = overridden(default, {name: values[-1]})
-    about = known[recipe].about
-    others = ("--config", "--evaluate", "--metrics", *(f"--{name}" for name in kinds))
-    config = parsed(type(default), rest, f"thinwire train {recipe}", default, about, TRAIN, others)
+    default = _composed(default, taken["--config"])
+    for part in PARTS:
+        for kind in taken[f"--{part}.kind"][-1:]:
+            default = overridden(default, {f"{part}.kind": kind})
+    config = parsed(type(default), rest, f"thinwire train {recipe}", default, known[recipe].about, TRAIN, tuple(own))
     if checkpoint is not None:
         _evaluate(config, checkpoint)
         return
-    serve, again = None, options
-    if metrics:
-        address, port = place(metrics[-1], "--metrics")
-        # `_taken` has removed --metrics from the options.
-        serve, again = partial(served, address=address, port=port), [*options, "--metrics", metrics[-1]]
-    folder = trained(config, lambda stop: _advice(recipe, again, config, stop), serve)
+    serve = None
+    if taken["--metrics"]:
+        address, port = place(taken["--metrics"][-1], "--metrics")
+        serve = partial(served, address=address, port=port)
+    folder = trained(config, lambda stop: _advice(recipe, options, config, stop), serve)
     if os.environ.get("RANK", "0") == "0":
         run = read_run(folder)
         workers = run.summary.get("workers", config.workers)
@@ -102,24 +98,28 @@ def train_command(options: list[str]) -> None:
         print(f"  {folder}")
 
 
-def _taken(options: list[str], name: str, what: str) -> tuple[list[str], list[str]]:
-    """The values of an option of the command itself; and the other options.
+def _taken(options: list[str], own: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
+    """The values of the command's own options by name, and the other options.
+
+    Args:
+        options: words of the command line.
+        own: what each of these options needs, in words.
 
     Example:
-        >>> _taken(["--seed", "1", "--config", "a", "--config=b"], "--config", "a file")
-        (['a', 'b'], ['--seed', '1'])
+        >>> _taken(["--seed", "1", "--config", "a", "--config=b"], {"--config": "a file"})
+        ({'--config': ['a', 'b']}, ['--seed', '1'])
     """
-    values: list[str] = []
+    taken: dict[str, list[str]] = {name: [] for name in own}
     rest: list[str] = []
     words = iter(options)
     for word in words:
-        given, equals, value = word.partition("=")
-        if given == name:
-            values.append(value if equals else next(words, ""))
-            require(bool(values[-1]), f"{name} needs {what}")
+        name, equals, value = word.partition("=")
+        if name in own:
+            taken[name].append(value if equals else next(words, ""))
+            require(bool(taken[name][-1]), f"{name} needs {own[name]}")
         else:
             rest.append(word)
-    return values, rest
+    return taken, rest
 
 
 def _of_checkpoint(config: Any, folder: Path) -> Any:

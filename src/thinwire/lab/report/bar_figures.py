@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
 from statistics import mean, median, stdev
 from textwrap import fill
@@ -93,17 +94,13 @@ def speed(run: Run) -> float | None:
     return median(rates) if rates else None
 
 
-def iteration_time(run: Run) -> float | None:
-    """Milliseconds of a step, the next one's begin included: the median over the intervals between two rows."""
-    return _between_rows(run, "seconds")
+def iteration_time(run: Run, key: str = "seconds") -> float | None:
+    """Milliseconds of a step, the next one's begin included: the median over the intervals between two rows.
 
-
-def virtual_iteration_time(run: Run) -> float | None:
-    """The same on the network of `--network`."""
-    return _between_rows(run, "virtual_seconds")
-
-
-def _between_rows(run: Run, key: str) -> float | None:
+    Args:
+        run: with rows.
+        key: of the time in a row; "virtual_seconds" is that on the network of `--network`.
+    """
     # Training begins at step 0 and second 0, so the first row ends an interval too.
     rows = [row for row in run.rows if row.get(key) is not None]
     # With a quorum, the row of a test may follow another one without a step between them.
@@ -130,9 +127,9 @@ def scaling(groups: Sequence[Group]) -> Figure | None:
     return _against_workers(groups, speed, "examples a second, all workers (log scale)", rises=True)
 
 
-def iteration_times(groups: Sequence[Group], measure: Measure) -> Figure | None:
+def iteration_times(groups: Sequence[Group], key: str) -> Figure | None:
     """Draw milliseconds of a step against workers, which a method that scales keeps flat; None for one number of workers."""
-    return _against_workers(groups, measure, "time per iteration (ms)", rises=False)
+    return _against_workers(groups, partial(iteration_time, key=key), "time per iteration (ms)", rises=False)
 
 
 def _against_workers(groups: Sequence[Group], measure: Measure, label: str, rises: bool) -> Figure | None:

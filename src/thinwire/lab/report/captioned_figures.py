@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from .bar_figures import iteration_time, iteration_times, scaling, step_times, virtual_iteration_time
+from .bar_figures import iteration_times, scaling, step_times
 from .consensus import FLOOR, best_of_each, error_lines, experiment
 from .groups import Group, what_was_run
 from .line_figures import ALONG_BYTES, ALONG_SECONDS, ALONG_VIRTUAL_SECONDS, along_epochs, levels, lines
@@ -66,7 +66,9 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
             ("metric-virtual-seconds", "against virtual time", ALONG_VIRTUAL_SECONDS, VIRTUAL, "virtual_seconds"),
         ):
             figure = lines(compared, axis, main)
-            yield CaptionedFigure(name, f"{_capital(main.label)} {title}", figure, f"{better}{about}{said}", needs)
+            yield CaptionedFigure(
+                name, f"{main.label[:1].upper()}{main.label[1:]} {title}", figure, f"{better}{about}{said}", needs
+            )
     for name, key, title, about in CURVES:
         yield CaptionedFigure(name, title, lines(compared, epochs, metric(key), log_y=True), f"{about} {said}", key)
     if any("workers" in row for group in compared for run in group.runs for row in run.rows):
@@ -79,12 +81,10 @@ def _of_runs(groups: Sequence[Group], main: Metric | None) -> Iterator[Captioned
     needs = "its methods on more than one number of workers"
     yield CaptionedFigure("scaling", "Scaling with workers", scaling(groups), f"{SCALING} {about}", needs)
     title, caption = "Time per iteration by workers", f"{ITERATION}{MEASURED}{about}"
-    yield CaptionedFigure("iteration-time", title, iteration_times(groups, iteration_time), caption, needs)
+    yield CaptionedFigure("iteration-time", title, iteration_times(groups, "seconds"), caption, needs)
     title, caption = "Virtual time per iteration by workers", f"{ITERATION}{VIRTUAL}{about}"
-    figure, needs = (
-        iteration_times(groups, virtual_iteration_time),
-        "virtual_seconds on more than one number of workers",
-    )
+    figure = iteration_times(groups, "virtual_seconds")
+    needs = "virtual_seconds on more than one number of workers"
     yield CaptionedFigure("virtual-iteration-time", title, figure, caption, needs)
 
 
@@ -163,7 +163,3 @@ def _lines_sentence(groups: Sequence[Group]) -> str:
         return "A line is one run."
     counts = f"{sizes[0]}" if len(sizes) == 1 else f"{sizes[0]} to {sizes[-1]}"
     return f"A line is the mean over {counts} seeds, its band one standard deviation to either side."
-
-
-def _capital(text: str) -> str:
-    return text[:1].upper() + text[1:]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from .legend import add_legend
-from .style import GREY, check_kind, line_style, logarithmic, new_figure, plain_axes, save, styled
+from .style import GREY, line_style, logarithmic, new_figure, plain_axes, save, styled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,18 +49,14 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
         runs[-1].append(row)
     by_averager: dict[str, list[list[Row]]] = {}
     for run in runs:
-        by_averager.setdefault(_without_step_size(run[0]["averager"]), []).append(run)
-    chosen = {name: best(tried, target) for name, tried in by_averager.items()}
-    return {name + _tried(run[0]): run for name, run in chosen.items()}
-
-
-def _without_step_size(averager: str) -> str:
-    return re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", averager)
-
-
-def _tried(row: Row) -> str:
-    step_size = row.get("step_size")
-    return "" if step_size is None else f", step size {step_size:g}"
+        name = re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", run[0]["averager"])
+        by_averager.setdefault(name, []).append(run)
+    chosen = {}
+    for name, tried in by_averager.items():
+        run = best(tried, target)
+        step_size = run[0].get("step_size")
+        chosen[name if step_size is None else f"{name}, step size {step_size:g}"] = run
+    return chosen
 
 
 def experiment(rows: Sequence[Row]) -> str:
@@ -99,7 +95,6 @@ def error_against_bits(runs: Mapping[str, Sequence[Row]], path: Path, target: fl
         target: relative error at which a dotted line is drawn.
         title: the title above the panels.
     """
-    check_kind(path)
     with styled():
         figure = new_figure(10, 4.6 + 0.11 * len(runs), layout="constrained")
         panels = figure.subplots(1, 2, sharey=True)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...algorithm import require
-from ..files import load_json_object, read_json
+from ..files import check_row, is_number, load_json_object, read_json
 
 FILES = ("config.json", "metrics.jsonl", "summary.json")
 NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "seconds")  # of a summary
@@ -82,11 +82,7 @@ def _is_summary(value: dict[str, Any]) -> bool:
     """Whether the values of a summary are numbers, or null for a run that diverged."""
     final = value.get("final", {})
     numbers = [value.get(key) for key in NUMBERS]
-    return isinstance(final, dict) and all(map(_is_number, [*numbers, *final.values()]))
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or isinstance(value, (int, float))
+    return isinstance(final, dict) and all(map(is_number, [*numbers, *final.values()]))
 
 
 def find(paths: Sequence[Path]) -> Found:
@@ -174,13 +170,11 @@ def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
 
 def _row(line: str) -> dict[str, Any] | None:
     try:
-        row = json.loads(line)
+        row: dict[str, Any] = json.loads(line)
+        check_row(row)
     except ValueError:
         return None
-    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-        return None
-    values = [value for key, value in row.items() if key != "levels"]  # which are several
-    return row if all(map(_is_number, values)) else None
+    return row if "step" in row else None
 
 
 def _add_consensus(path: Path, found: Found) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -129,28 +128,20 @@ def lay_out(figure: Figure) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write a figure; the suffix chooses the format (.png, .pdf, .svg).
+    """Write a figure; the suffix chooses the format (.png, .pdf, .svg). The same figure gives the same bytes.
 
     Raises:
         ValueError: another suffix.
     """
+    import matplotlib
+
     check_kind(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     suffix = path.suffix.lower()
     with styled():
         if suffix == ".svg":
-            path.write_text(as_svg(figure, path.stem), encoding="utf-8")
+            # Without a salt, Matplotlib makes random ids.
+            with matplotlib.rc_context({"svg.hashsalt": path.stem}):
+                figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         else:
-            # The same figure gives the same bytes.
             figure.savefig(path, dpi=200, metadata={"CreationDate": None} if suffix == ".pdf" else {})
-
-
-def as_svg(figure: Figure, name: str) -> str:
-    """A figure as the text of an SVG file; the same figure gives the same text."""
-    import matplotlib
-
-    file = StringIO()
-    # Without a salt, Matplotlib makes random ids.
-    with matplotlib.rc_context({**_RC, "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
-    return file.getvalue()

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from statistics import mean, stdev
+from textwrap import fill
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from .groups import SIZES, Group, differing
@@ -163,16 +164,20 @@ def heads(table: Comparison) -> list[str]:
 
 def as_rich(table: Comparison, title: str) -> Table:
     """A table for the terminal: the first metric, bytes and seconds; the files have all columns."""
-    shown = _new_table(title)
-    places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES[:2], *SECONDS)]
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES, *SECONDS)]
     shown.add_column("method", overflow="fold")
     for head in [heads(table)[1], *(heads(table)[2 + i] for i in places)]:
-        shown.add_column(head, justify="right", no_wrap=True)
+        # Several short lines, which leave room for the method on a terminal of 80 columns.
+        shown.add_column(fill(head, 9, break_long_words=False), justify="right", no_wrap=True)
     for line in table.lines:
         cells = [line.cells[i] for i in places]
-        shown.add_row(
-            _escaped(line.label), str(line.num_runs), *(f"[bold]{c.text}[/]" if c.is_best else c.text for c in cells)
-        )
+        texts = (f"[bold]{c.text}[/]" if c.is_best else c.text for c in cells)
+        shown.add_row(escape(line.label), str(line.num_runs), *texts)
     return shown
 
 
@@ -200,53 +205,6 @@ def as_csv(table: Comparison) -> str:
 
 
 def summary_table(runs: Sequence[Run], title: str) -> Table:
-    """A row per run: its main metric, bytes, and how many times fewer they are than in a dense ring all-reduce."""
-    table, main = _new_table(title), main_metric(runs, None)
-    seconds = [key for key in SECONDS if any(key in run.summary for run in runs)]
-    table.add_column("method", overflow="fold")
-    for column in ([main.words] if main else []) + ["MB per worker", "vs fp32", "vs bf16", *seconds]:
-        table.add_column(column.replace("_", " "), justify="right")
-    for run in runs:
-        summary = run.summary
-        sent = summary["bytes_sent_per_worker"]
-        table.add_row(
-            _escaped(run.label),
-            *([_with_unit(_final(run, main.key), main)] if main else []),
-            f"{sent / 1e6:,.2f}",
-            times(summary["dense_fp32_bytes"], sent),
-            times(summary["dense_bf16_bytes"], sent),
-            *(f"{summary[key]:.1f}" if key in summary else "-" for key in seconds),
-        )
-    return table
-
-
-def _with_unit(value: float | None, shown: Metric) -> str:
-    if value is None:
-        return "-"
-    return _text(shown.scale * value, shown.unit) + shown.unit if math.isfinite(value) else "diverged"
-
-
-def _new_table(title: str) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    return Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
-
-
-def _escaped(text: str) -> str:
-    from rich.markup import escape
-
-    return escape(text)
-
-
-def times(dense_bytes: float, sent_bytes: float) -> str:
-    """How many times fewer bytes; a single worker sends none.
-
-    Example:
-        >>> times(1000, 8), times(1000, 2000), times(0, 0)
-        ('125 x', '0.50 x', '-')
-    """
-    if not sent_bytes:
-        return "-"
-    ratio = dense_bytes / sent_bytes
-    return f"{ratio:.0f} x" if ratio >= 20 else f"{ratio:.1f} x" if ratio >= 1 else f"{ratio:.2f} x"
+    """The same for a few runs, with a line for each."""
+    groups = [Group({}, [run], run.label) for run in runs]
+    return as_rich(comparison(groups, main_metric(runs, None)), title)

@@ -13,15 +13,10 @@ from pathlib import Path
 from .execute import execute
 from .slurm import work
 
-
-def _exit_on_signal(number: int, frame: object) -> None:
-    sys.exit(128 + number)
-
-
 if __name__ == "__main__":
     if sys.argv[1] == "job":
         sys.exit(work(Path(sys.argv[2]), sys.argv[3:]))
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     # SLURM may send SIGUSR2 to all processes; it is meant for the job, which then sends SIGTERM to this one.
     signal.signal(signal.SIGUSR2, signal.SIG_IGN)
     sys.exit(execute(Path(sys.argv[1])))

@@ -46,7 +46,7 @@ def start(run: PlannedRun) -> subprocess.Popen | None:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env=outer | {"OMP_NUM_THREADS": str(run.task.threads(run.config))},
+            env=outer | {"OMP_NUM_THREADS": "1"},  # workers get as many as their configuration says
             # The lock belongs to the open file, so the child keeps it after this process closes it.
             pass_fds=[lock.fileno()],
             start_new_session=True,  # Ctrl-C reaches only the sweep, which then stops its runs

@@ -7,6 +7,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from rich.box import SIMPLE_HEAD
@@ -89,15 +90,10 @@ def _shortened(name: str, width: int) -> str:
     return f"{name[: width - tail - 1]}…{name[-tail:]}"
 
 
-def plan_table(sweep: Sweep, statuses: Statuses) -> Table:
-    """What would run: a row per run with what varies."""
-    table = Table(title=f"{sweep.output}: {counted(statuses)}", title_justify="left", box=SIMPLE_HEAD)
-    for column in ("run", "state", "what varies"):
-        table.add_column(column, overflow="fold")
-    for run in sweep.runs:
-        state = statuses[run.folder.name].state
-        table.add_row(run.folder.name, f"[{STYLES[state]}]{state}", escape(in_words(run.varied)))
-    return table
+def plan_table(sweep: Sweep) -> Table:
+    """What would run: the same table, with what varies."""
+    statuses = {run.folder.name: replace(status_of(run), detail=in_words(run.varied)) for run in sweep.runs}
+    return status_table(sweep, statuses)
 
 
 def watch(sweep: Sweep) -> None:

@@ -68,7 +68,7 @@ def write_script(runs: Sequence[PlannedRun], options: str, pack: int = 1) -> Pat
         "open-mode": "append",
         # A run starts its own workers.
         "ntasks": "1",
-        "cpus-per-task": str(max(run.task.workers(run.config) * run.task.threads(run.config) for run in runs)),
+        "cpus-per-task": str(max(run.task.cores(run.config) for run in runs)),
         "signal": f"{signal.SIGUSR2.name.removeprefix('SIG')}@{WARNING_SECONDS}",
     } | given
     text = SCRIPT.format(

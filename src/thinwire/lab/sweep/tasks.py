@@ -54,12 +54,8 @@ class RunKind(ABC):
         return None
 
     @abstractmethod
-    def workers(self, config: Any) -> int:
-        """Number of processes of a run."""
-
-    @abstractmethod
-    def threads(self, config: Any) -> int:
-        """Number of threads of each process."""
+    def cores(self, config: Any) -> int:
+        """How many cores a run keeps busy."""
 
     @abstractmethod
     def progress(self, config: Any, row: Plain) -> str:
@@ -89,7 +85,7 @@ class Train(RunKind):
         try:
             return config.as_dict()
         except ValueError as error:  # of its notation
-            raise ValueError(f"strategy: {error}") from None
+            raise ValueError(f"strategy: {str(error).removeprefix('strategy: ')}") from None
 
     def check(self, config: Any) -> None:
         from ..train.run.check import check_without_data
@@ -102,11 +98,8 @@ class Train(RunKind):
         # With `resume`, a stopped run goes on, and a new one begins.
         train(replace(config, output=folder.parent, name=folder.name, resume=True))
 
-    def workers(self, config: Any) -> int:
-        return config.workers
-
-    def threads(self, config: Any) -> int:
-        return config.threads
+    def cores(self, config: Any) -> int:
+        return config.workers * config.threads
 
     def progress(self, config: Any, row: Plain) -> str:
         share = row["epoch"] / config.epochs
@@ -171,11 +164,8 @@ class Consensus(RunKind):
         write_json(output / "consensus.json", rows)
         return output / "consensus.json"
 
-    def workers(self, config: Any) -> int:
+    def cores(self, config: Any) -> int:
         return config.workers if config.processes else 1
-
-    def threads(self, config: Any) -> int:
-        return 1
 
     def progress(self, config: Any, row: Plain) -> str:
         return "running"

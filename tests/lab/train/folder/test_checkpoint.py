@@ -115,7 +115,7 @@ def steps_between_stops(name: str) -> int:
 def stop_and_go_on(comm, configs: dict[str, RunConfig], folder: Path) -> None:
     """Of each configuration one run without a stop, and one that stops."""
     images_are_read_once = mock.patch.object(Digits, "load", cache(Digits.load))
-    sizes_are_not_checked = mock.patch.object(loop, "check_images", lambda *arguments: [])
+    sizes_are_not_checked = mock.patch.object(loop, "check_image_sizes", lambda *arguments: [])
     with images_are_read_once, sizes_are_not_checked:
         for name, config in configs.items():
             try:

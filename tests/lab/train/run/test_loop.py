@@ -32,7 +32,7 @@ from thinwire.lab.train.results.evaluation import evaluate
 from thinwire.lab.train.results.trackers import SILENT_SECONDS, MLflow, Tracker, WandB, check_installed, trackers
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.start.watch import LAST_SECONDS, STOP_SECONDS
-from thinwire.lab.train.step.training import Training, check_clipping, prepare
+from thinwire.lab.train.step.training import Training, check_optimizer, prepare
 from thinwire.strategy.model.mean_model import SKETCH_SIZE
 
 PLAIN = SGD(0.1, weight_decay=0.0, momentum=0.0, schedule=LearningRateSchedule(warmup_fraction=0.0, shape="constant"))
@@ -153,9 +153,9 @@ def test_a_step_follows_the_gradient_shortened_to_the_largest_norm(clip_norm, al
 def test_clipping_after_momentum_was_added_up_is_refused():
     late = replace(CONFIG, strategy="Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))", clip_norm=1.0)
     with pytest.raises(ValueError, match=r"clip_norm 1.0 would clip .* clip there: Mean\(\.\.\., clip=ClipByNorm"):
-        check_clipping(late)
-    check_clipping(replace(late, strategy="Gradients(Mean(TopK(0.1), ErrorFeedback()))"))
-    check_clipping(replace(late, clip_norm=None))
+        check_optimizer(late)
+    check_optimizer(replace(late, strategy="Gradients(Mean(TopK(0.1), ErrorFeedback()))"))
+    check_optimizer(replace(late, clip_norm=None))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])

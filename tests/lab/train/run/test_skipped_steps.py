@@ -86,7 +86,7 @@ def test_one_bad_batch_on_one_worker_costs_one_step(strategy, tmp_path):
     assert all(math.isfinite(value) for key, value in summary["final"].items() if key != "train_loss")
 
     assert "1 update skipped" in done.stdout
-    summary_table([read_run(tmp_path / "run")], "runs")
+    assert summary_table([read_run(tmp_path / "run")], "runs").row_count == 1
     found = find([tmp_path / "run"])
     drawings = captioned_figures(grouped(found.runs), main_metric(found.runs, None), {})
     figures = {drawing.name: drawing.figure for drawing in drawings if drawing.figure is not None}

@@ -30,8 +30,9 @@ from helpers.lab import needs_lab
 from helpers.program import Program, wait_until, workers_of
 
 from thinwire.comm import CommunicationError, notice
-from thinwire.lab.train import RunConfig, train
+from thinwire.lab.train import RunConfig, WorkerError, train
 from thinwire.lab.train.run.interrupt import Interrupted
+from thinwire.lab.train.shared_errors import SharedError
 from thinwire.lab.train.start import connect, elastic_tasks, launch, presence, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
@@ -308,6 +309,32 @@ def test_the_job_of_an_elastic_run_is_requeued_by_its_first_task(tmp_path, monke
         with pytest.raises(Interrupted):
             train(RunConfig("digits", elastic=True, requeue=True, resume=True, name="run", output=tmp_path))
     assert requeued == ["job"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "expected"),
+    [
+        (ValueError("no such label"), (WorkerError, "worker 1 failed: no such label")),  # of this task alone
+        (SharedError("other data"), (SharedError, "other data")),  # of all tasks: the first one tells it
+    ],
+)
+def test_a_task_of_an_elastic_run_tells_what_it_alone_has_found(raised, expected, tmp_path, monkeypatch):
+    """A ValueError of a task was taken for one of all, so that only the first task of its machine would have told it."""
+    waited: list[float] = []
+
+    def failing(*_, **__):
+        raise raised
+
+    monkeypatch.setattr(threading, "excepthook", threading.excepthook)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setattr(elastic_tasks, "_lighthouse", lambda *_: nullcontext("http://here"))
+    monkeypatch.setattr(elastic_tasks, "communicator", lambda *_: nullcontext())
+    monkeypatch.setattr(elastic_tasks.loop, "run", failing)
+    monkeypatch.setattr(elastic_tasks.time, "sleep", waited.append)
+    monkeypatch.setattr(launch, "set_variables", lambda: Environment("srun", 1, 2, 1, 2, "127.0.0.1", 0))
+    with pytest.raises(expected[0], match=expected[1]):
+        train(RunConfig("digits", elastic=True, resume=True, name="run", output=tmp_path))
+    assert waited == [elastic_tasks.TELLING_SECONDS] * isinstance(raised, SharedError)
 
 
 @pytest.mark.parametrize(("agents_store", "alone"), [("True", False), ("False", True)])

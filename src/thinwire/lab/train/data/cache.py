@@ -19,6 +19,7 @@ import torch
 
 from ....algorithm import able_to
 from ....messages import error_text
+from ...files import write_whole
 
 
 def cache_folder() -> Path:
@@ -76,16 +77,6 @@ def fingerprint(paths: list[Path]) -> str:
         found = path.stat()
         digest.update(f"{path.absolute()} {found.st_size} {found.st_mtime_ns}\n".encode())
     return digest.hexdigest()
-
-
-def write_whole(path: Path, write: Callable[[Path], None]) -> None:
-    """Let `write(temporary)` write a file beside `path`, then rename it; after an error, no file is left."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        write(temporary)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 @contextmanager

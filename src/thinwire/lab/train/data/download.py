@@ -6,7 +6,8 @@ import hashlib
 from pathlib import Path
 from urllib.request import urlopen
 
-from .cache import locked, write_whole
+from ...files import write_whole
+from .cache import locked
 
 CHUNK_BYTES = 1 << 18
 SILENT_SECONDS = 20.0  # how long the network may keep silent
@@ -47,7 +48,7 @@ def _fetch(url: str, path: Path, num_bytes: int, sha256: str) -> None:
         reader = wrap_file(
             response,
             num_bytes,
-            description=path.name.split(".part")[0],
+            description=url.rpartition("/")[2],
             console=console,
             disable=not console.is_terminal,
         )

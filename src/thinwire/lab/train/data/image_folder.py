@@ -23,6 +23,7 @@ from torch import Tensor
 
 from ....algorithm import require
 from ....options import require_integer, require_number
+from .augment import random_flip
 from .base import Batch, Data, Dataset, Shape, channels_last, loaded
 from .folders import ImageFiles, list_parts, open_image
 
@@ -94,11 +95,9 @@ class FolderImages(Dataset):
     def batch(self, indices: Tensor, generator: torch.Generator, epoch: int) -> Batch:
         size = self._config.size_at(epoch)
         regions = random_regions(len(indices), self._config.min_area, generator)
-        flip = torch.rand(len(indices), generator=generator) < 0.5
         paths = map(self._train.path, indices.tolist())
         pixels = torch.stack([read_region(*pair, size) for pair in zip(paths, regions.tolist(), strict=True)])
-        pixels = torch.where(flip[:, None, None, None], pixels.flip(-1), pixels)
-        return Batch((channels_last(_standardised(pixels)),), self._train.labels[indices])
+        return Batch((channels_last(_standardised(random_flip(pixels, generator))),), self._train.labels[indices])
 
     def test_batches(self, rank: int, size: int, batch_size: int) -> Iterator[Batch]:
         share = torch.arange(len(self._test))[rank::size]

@@ -44,10 +44,9 @@ import torch
 from ....algorithm import require
 from ....comm import Communicator, ElasticCommunicator
 from ....messages import error_text
-from ...files import naming, write_json
+from ...files import check_row, naming, write_json
 from ..config import RunConfig
 from ..results.meter import Meter
-from ..results.metrics_files import check_row
 from ..shared_errors import SharedError, run_on_all
 from ..state_files import damaged_file, read_state
 from ..step.steps import START, Position
@@ -177,11 +176,9 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str, lower_is_bette
         # In one step: a reader always finds a link.
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
-    for path in folder.glob(".step-*"):
-        if (begun := _step_of(path)) is not None and begun < step:
-            shutil.rmtree(path)  # of a run that was killed while it saved
-    for path in folder.glob(".old-*"):
-        shutil.rmtree(path)  # likewise
+    begun = [path for path in folder.glob(".step-*") if (at := _step_of(path)) is not None and at < step]
+    for path in (*begun, *folder.glob(".old-*")):  # of a run that was killed while it saved or removed one
+        shutil.rmtree(path)
     for path in found:
         if path not in kept:
             shutil.rmtree(_hidden(path))

@@ -36,7 +36,7 @@ class IncrementalDecoder:
         x = x_N1D
         for i, layer in enumerate(self._layers):
             x = layer.norm1(x + self._look_back(i, layer.self_attn, x))
-            x = layer.norm2(x + self._look_at_source(i, layer.multihead_attn, x))
+            x = layer.norm2(x + _attend(layer.multihead_attn, x, *self._memory[i], self._seen))
             x = layer.norm3(x + layer.linear2(layer.activation(layer.linear1(x))))
         return self._norm(x)
 
@@ -47,9 +47,6 @@ class IncrementalDecoder:
             keys, values = torch.cat((past[0], keys), dim=2), torch.cat((past[1], values), dim=2)
         self._past[i] = keys, values
         return _attend(attention, x, keys, values, None)
-
-    def _look_at_source(self, i: int, attention: nn.MultiheadAttention, x: Tensor) -> Tensor:
-        return _attend(attention, x, *self._memory[i], self._seen)
 
 
 def _keys_and_values(attention: nn.MultiheadAttention, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Writes the metrics of a run to its folder, row by row. The folder contains:
 
 config.json       the configuration, with the `repr` of the strategy
-metrics.jsonl     a row per log step; `COLUMNS` explains the columns
+metrics.jsonl     a row per log step; `docs/training.md` explains the columns
 metrics.csv       the same rows, for spreadsheets
 info.jsonl        what callbacks log between rows, a line each
 tensorboard/      the same numbers as TensorBoard events
@@ -22,61 +22,20 @@ from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
-from ...files import is_at, naming, plain
+from ...files import check_row, is_at, naming, plain, write_whole
 
 log = logging.getLogger("thinwire")
 
-COLUMNS = {
-    "step": "optimizer steps so far; with a quorum, committed examples, in steps of all workers together",
-    "epoch": "passes over the training data so far, with a fraction",
-    "loss": "training loss, mean over the workers' batches since the last row; of classes and text the cross-entropy without "
-    "label smoothing. Null if it was infinite or NaN for any",
-    "accuracy": "training accuracy, likewise; 0..1",
-    "top5_accuracy": "share of training examples whose class is among the five highest scores, likewise",
-    "perplexity": "of text: exp of the loss, likewise",
-    "test_loss": "the same on the held-out test set, at the end of an epoch only. Where models differ, mean over the workers",
-    "test_accuracy": "accuracy there, 0..1; likewise",
-    "test_top5_accuracy": "share of test examples whose class is among the five highest scores; likewise",
-    "test_perplexity": "of text: exp of the loss there; likewise",
-    "test_bleu": "of translations: BLEU (sacreBLEU) there, 0..100; likewise",
-    "mean_model_test_loss": "where models differ, loss of the model whose parameters are their mean; at the end of an epoch",
-    "mean_model_test_accuracy": "its accuracy, likewise",
-    "mean_model_test_top5_accuracy": "its accuracy among the first five answers, likewise",
-    "mean_model_test_perplexity": "its perplexity, likewise",
-    "mean_model_test_bleu": "its BLEU, likewise",
-    "consensus_distance": "where models differ, root mean square over the workers of their distance to the mean model",
-    "variance": "where asked for, relative variance |Q(g) - g|^2 / |g|^2 of the codec on rank 0's own gradient g of this step",
-    "levels": "if the codec's levels adapt: the levels in use, ascending from -1 to 1",
-    "bits": "if the codec is fitted to layers: bits an element of the present choice",
-    "budget_bits": "likewise, bits an element that it may take; they follow the line where asked for",
-    "error": "likewise, its relative squared error |C(x) - x|^2 / |x|^2, as measured last on all workers, memory included",
-    "learning_rate": "of the last step",
-    "skipped_steps": "updates skipped for an infinite or NaN gradient, since the start. Where models differ, sum over workers",
-    "workers": "in elastic runs: number of workers in the last round",
-    "committed": "in elastic runs and with a quorum: rounds so far that were committed",
-    "aborted": "in elastic runs: rounds so far that were given up, such as when a worker died",
-    "healings": "in elastic runs: how often a worker that joined or fell behind got the state of a live one",
-    "merged_changes": "with a quorum: changes that rounds have merged so far, each of one worker and fragment",
-    "late_changes": "with a quorum: those of them that missed a round",
-    "staleness": "with a quorum: rounds that a merged change has missed, mean so far",
-    "clipped": "with a quorum: norms of what clipping dropped so far, added up",
-    "dropped_changes": "with a quorum: changes so far that came too late",
-    "dropped_examples": "with a quorum: training examples that these were made from; they do not count in step and epoch",
-    "bytes_sent": "bytes a worker sent since the start, for averaging and equal initial weights; from the ledger, mean",
-    "bytes_received": "likewise",
-    "messages": "sent by a worker, likewise",
-    "other_bytes_sent": "bytes a worker sent since the start for all else: rows, tests, checkpoints; mean. In elastic runs 0: "
-    "bytes_sent has them",
-    "dense_fp32_bytes": "that rank 0 would have sent so far with dense float32 collectives in every step",
-    "examples_per_second": "of all workers together, since the last row",
-    "seconds": "since the first step began",
-    "virtual_seconds": "with --network: seconds of the steps so far on that network, of the slowest worker",
-    "data_seconds": "seconds that rank 0 waited for batches or made them, since the last row",
-    "compute_seconds": "seconds in rank 0's steps since the last row, without averaging; these phases may overlap",
-    "encode_seconds": "compensate and encode: of gradients in the backward pass, of parameters in the optimizer's step",
-    "wait_seconds": "waiting for bytes: beside the training, or for parameters without overlap in the training thread",
-    "decode_seconds": "decoding received bytes, likewise",
-}
+COLUMNS = """
+step epoch loss accuracy top5_accuracy perplexity
+test_loss test_accuracy test_top5_accuracy test_perplexity test_bleu
+mean_model_test_loss mean_model_test_accuracy mean_model_test_top5_accuracy mean_model_test_perplexity mean_model_test_bleu
+consensus_distance variance levels bits budget_bits error learning_rate skipped_steps
+workers committed aborted healings merged_changes late_changes staleness clipped dropped_changes dropped_examples
+bytes_sent bytes_received messages other_bytes_sent dense_fp32_bytes examples_per_second seconds virtual_seconds
+data_seconds compute_seconds encode_seconds wait_seconds decode_seconds
+""".split()
+"""Of metrics.csv; `docs/training.md` explains them."""
 
 
 class MetricsWriter:
@@ -99,9 +58,8 @@ class MetricsWriter:
         self._begin(read_rows(self._path, done))
         self._info_path, info = folder / "info.jsonl", read_rows(folder / "info.jsonl", done)
         if self._info_path.exists():
-            unfinished = folder / "info.jsonl.tmp"  # a run that is killed here keeps the old file
-            unfinished.write_text("".join(json.dumps(row) + "\n" for row in info))
-            os.replace(unfinished, self._info_path)
+            kept = "".join(json.dumps(row) + "\n" for row in info)
+            write_whole(self._info_path, lambda unfinished: unfinished.write_text(kept))
         # TensorBoard hides what was logged after the checkpoint, because those steps come again.
         self._events = SummaryWriter(folder / "tensorboard", purge_step=done + 1 if done else None)
 
@@ -183,23 +141,3 @@ def read_rows(path: Path, done: int) -> list[dict[str, Any]]:
             ) from None
         rows.append(row)
     return [row for row in rows if row["step"] <= done]
-
-
-def check_row(row: Any) -> None:
-    """Check that a row of metrics holds numbers. Callbacks add columns that are not in `COLUMNS`.
-
-    Raises:
-        ValueError: it does not.
-
-    Example:
-        >>> check_row({"step": 10, "loss": 0.5, "accuracy": None})
-    """
-    require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
-    step = row.get("step", 0)
-    require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
-    wrong = [name for name, value in row.items() if not (name == "levels" or _is_number(value))]
-    require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
-
-
-def _is_number(value: Any) -> bool:
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))

@@ -17,7 +17,7 @@ from ....strategy import AveragerAttachment, Local
 from ..config import RunConfig
 from ..results.trackers import check_installed
 from ..shared_errors import SharedError
-from ..step.training import check_clipping, check_momentum
+from ..step.training import check_optimizer
 
 MOST_WORKERS = 64  # each is a thread here, and talks to all others; these take half a second
 
@@ -54,8 +54,7 @@ def check_without_data(config: RunConfig) -> None:
 @cache
 def _check(config: RunConfig) -> None:
     check_installed(config)
-    check_clipping(config)
-    check_momentum(config)
+    check_optimizer(config)
     optimizer = replace(config.optimizer, undecayed=("vectors",))  # only the real model has the names
     _check_strategy(config, optimizer.build)
 

@@ -110,7 +110,9 @@ def run(
     layout = layout_of_run(config, folder, comm) if config.measure_lines else None
     with same_error_on_all():
         comm.check_agreement({"training data": data.digest()})
-        warnings = check_images(config, data, math.ceil(whole.num_steps / whole.per_epoch), device)
+        train, test = data.image_shapes(math.ceil(whole.num_steps / whole.per_epoch))
+        bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
+        warnings = check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)
         training = prepare(config, data, device, workers.elastic, comm, layout)
     if config.variance and not has_variance(training.strategy):
         why = f"{config.strategy} does not average gradients by a lossy codec without a vote, such as QSGD(bits=4)"
@@ -159,7 +161,6 @@ class _Worker:
         self.commits: Commits | None = None
         self.ahead: Course | BlockCourse
         self.upcoming: Iterator[Step]
-        self.upcoming_step: Step | None = None
         if workers.begins_anew:
             loaded = checkpoint.Loaded(workers.comm.size)
         else:
@@ -188,37 +189,32 @@ class _Worker:
 
     def train(self, interruption: Interruption) -> int:
         """Take all steps; returns the signal that stopped the run, or 0."""
-        state, stop, is_complete = self.state, 0, False
+        state, comm, stop, is_complete = self.state, self.workers.comm, 0, False
         while not (stop or is_complete):
             with interruption.waiting():
                 are_new = self.workers.begin_round(self.strategy)
             if are_new:
                 self._report_damage()
                 self._split()
-                if not self.workers.comm.is_elastic:
-                    run_on_all(self.workers.comm, partial(self._open, state.done))
+                if not comm.is_elastic:
+                    run_on_all(comm, partial(self._open, state.done))
             if state.done >= self.ahead.num_steps:  # what is left makes no step for this many workers
                 self._test_only()
                 break
-            if self.upcoming_step is None:
-                if self.blocks is None:
-                    self.upcoming_step = next(self.upcoming)
-                else:
-                    self.upcoming_step = self.blocks.take(state.done, self.workers.comm, self.meter.clock)
-                if self.upcoming_step is None:
-                    stop, is_complete = self._wait_for_others(interruption), state.done >= self.ahead.num_steps
-                    continue
-                if self.upcoming_step.begins_epoch is not None:
-                    self.strategy.set_epoch(self.upcoming_step.begins_epoch)
-                    self.training.carried = None
-            if self._step(self.upcoming_step, interruption):
+            step = next(self.upcoming) if self.blocks is None else self.blocks.take(state.done, comm, self.meter.clock)
+            if step is None:
+                stop, is_complete = self._wait_for_others(interruption), state.done >= self.ahead.num_steps
+                continue
+            if step.begins_epoch is not None:
+                self.strategy.set_epoch(step.begins_epoch)
+                self.training.carried = None
+            # Of a round that was given up, the blocks are assigned again.
+            if self._step(step, interruption):
                 if self.commits is None:
-                    stop = self._after_step(self.upcoming_step, interruption)
+                    stop = self._after_step(step, interruption)
                 else:
                     stop = self._after_rounds(interruption) or 0
                 is_complete = state.done >= self.ahead.num_steps
-            # Of a round that was given up, the blocks are assigned again.
-            self.upcoming_step = None
         if state.done < self.ahead.num_steps:
             return stop
         if self.workers.writes:
@@ -379,7 +375,7 @@ class _Worker:
             self.upcoming = steps(self.config, self.data, comm, self.ahead, done, self.meter.clock)
             return
         self.ahead = self.blocks.course(done, comm.size)
-        self.upcoming_step = self.training.carried = None  # other workers read other texts
+        self.training.carried = None  # other workers read other texts
         if self.strategy.strategy.counts_commits:
             self.commits = Commits(cast(LocalUpdates, self.strategy), self.blocks, self.ahead)
 
@@ -497,14 +493,3 @@ class _Worker:
         if is_first_here:
             metric = self.data.best_metric
             checkpoint.tidy(folder, step, self.config, metric, metric in self.data.lower_is_better)
-
-
-def check_images(config: RunConfig, data: Dataset, num_epochs: int, device: torch.device) -> list[str]:
-    """Warn of image sizes at which parts of a kernel see only padding; see `image_sizes`.
-
-    Raises:
-        ValueError: the model cannot take an image size, or its gradients there would be wrong on this device.
-    """
-    train, test = data.image_shapes(num_epochs)
-    bf16_on_cpu = device.type == "cpu" and config.precision == "bf16"
-    return check_image_sizes(config.model, data.num_classes, train, test, bf16_on_cpu)

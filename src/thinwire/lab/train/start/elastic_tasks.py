@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ..folder.run_folder import make_folder
 from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
+from ..shared_errors import SharedError
 from .connect import awaited, choose_interface, credentials_of, fresh, meeting_store, torchrun_has_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
@@ -29,6 +31,9 @@ from .worker import failure, ignore_file_errors
 log = logging.getLogger("thinwire")
 
 KEY = "thinwire/lighthouse"
+# After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
+# them as soon as rank 0 has ended.
+TELLING_SECONDS = 10.0
 
 
 def join_elastic(
@@ -49,29 +54,45 @@ def join_elastic(
         config.name is not None and config.resume,
         f"elastic runs under {environment.launcher} need --name NAME --resume, so that a task that is started again goes on",
     )
-    threading.excepthook = ignore_file_errors
     choose_interface(config.interface, environment.one_node)
     # The launcher numbers the workers of all machines.
     config = replace(config, workers=environment.size, first_worker=0)
+    folder = make_folder(config)  # of this machine, or one that tasks share
+    if on_start is not None and environment.rank == 0:
+        on_start(folder)
+    with as_task(environment.rank):
+        try:
+            with (
+                Interruption(early_end(environment, on_stop, folder / "checkpoints")) as interruption,
+                _lighthouse(config, environment) as address,
+                communicator(config, address, environment.rank, environment.local_size) as comm,
+            ):
+                loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
+        except Interrupted as stop:
+            if environment.rank == 0:
+                on_stop(stop)
+            raise
+    return folder
+
+
+@contextmanager
+def as_task(rank: int) -> Iterator[None]:
+    """Context in which this process is a launcher's worker.
+
+    Raises:
+        WorkerError: this worker failed.
+        SharedError: all did; the first one tells it, and the others wait meanwhile.
+    """
+    threading.excepthook = ignore_file_errors
     try:
-        folder = make_folder(config)  # of this machine, or one that tasks share
-        if on_start is not None and environment.rank == 0:
-            on_start(folder)
-        with (
-            Interruption(early_end(environment, on_stop, folder / "checkpoints")) as interruption,
-            _lighthouse(config, environment) as address,
-            communicator(config, address, environment.rank, environment.local_size) as comm,
-        ):
-            loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
-    except Interrupted as stop:
-        if environment.rank == 0:
-            on_stop(stop)
+        yield
+    except Interrupted:
         raise
-    except ValueError:
+    except SharedError:
+        time.sleep(TELLING_SECONDS if rank else 0)
         raise
     except Exception as error:
-        raise WorkerError(failure(environment.rank, error)) from error
-    return folder
+        raise WorkerError(failure(rank, error)) from error
 
 
 def early_end(

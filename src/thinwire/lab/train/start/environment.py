@@ -16,7 +16,6 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from ....algorithm import require
 
@@ -217,14 +216,6 @@ def _expanded(counts: str) -> list[int]:
 
 def _ancestor(name: str) -> str:
     """Process id of the nearest ancestor with this name, or "": equal for all workers that it started."""
-    process = os.getppid()
-    while process > 1:
-        try:
-            command, fields = Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)
-        except OSError:
-            break
-        # The kernel puts names into parentheses, and cuts them after 15 characters.
-        if command.endswith(f"({name}"):
-            return str(process)
-        process = int(fields.split()[1])
-    return ""
+    import psutil
+
+    return next((str(process.pid) for process in psutil.Process().parents() if process.name() == name), "")

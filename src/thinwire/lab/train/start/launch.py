@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import logging
 import signal
-import threading
-import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -25,19 +23,14 @@ from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption, requeue
-from ..shared_errors import SharedError, run_on_all
+from ..shared_errors import run_on_all
 from .connect import check_mpi, choose_interface, connected, credentials_of
-from .elastic_tasks import early_end, join_elastic
+from .elastic_tasks import as_task, early_end, join_elastic
 from .environment import Environment, set_variables
 from .spawn import spawn
-from .watch import WorkerError
-from .worker import failure, ignore_file_errors
 
 log = logging.getLogger("thinwire")
 
-# After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end
-# them as soon as rank 0 has ended.
-TELLING_SECONDS = 10.0
 MOST_WORKERS = 1024  # each takes more than 100 MB of memory
 OnStop = Callable[[Interrupted], None]
 OnStart = Callable[[Path], object] | None
@@ -128,33 +121,28 @@ def _join(
     config: RunConfig, environment: Environment, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart
 ) -> Path:
     """Run as one of a launcher's workers."""
-    threading.excepthook = ignore_file_errors
     name, rank, size = environment.launcher, environment.rank, environment.size
     require(config.workers == size, f"{name} started {size} workers, not {config.workers}; leave --workers out")
-    try:
-        end = early_end(environment, on_stop)
-        with ExitStack() as lock, Interruption(end) as interruption, connected(config, environment) as comm:
-            interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
-            if is_finished_on_all(config, comm):
-                return folder_of(config)
-            folder, keeps_folder = held_by_first(config, comm, lock)
-            try:
-                run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
-                loop.run(config, folder, comm, interruption, callbacks, keeps_folder=keeps_folder)
-                interruption.settle()
-            except Interrupted as stop:
-                if rank == 0:
-                    on_stop(stop)
-                # Launchers kill the others as soon as one exits, so they wait for rank 0.
-                comm.barrier()
-                raise
-    except Interrupted:
-        raise
-    except SharedError:
-        time.sleep(TELLING_SECONDS if rank else 0)
-        raise
-    except Exception as error:
-        raise WorkerError(failure(rank, error)) from error
+    with (
+        as_task(rank),
+        ExitStack() as lock,
+        Interruption(early_end(environment, on_stop)) as interruption,
+        connected(config, environment) as comm,
+    ):
+        interruption.waits_since = None  # all have met: a signal that one gets stops all, after a step
+        if is_finished_on_all(config, comm):
+            return folder_of(config)
+        folder, keeps_folder = held_by_first(config, comm, lock)
+        try:
+            run_on_all(comm, lambda: on_start(folder) if on_start is not None and rank == 0 else None)
+            loop.run(config, folder, comm, interruption, callbacks, keeps_folder=keeps_folder)
+            interruption.settle()
+        except Interrupted as stop:
+            if rank == 0:
+                on_stop(stop)
+            # Launchers kill the others as soon as one exits, so they wait for rank 0.
+            comm.barrier()
+            raise
     return folder
 
 

@@ -31,11 +31,12 @@ def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
     if config.lighthouse is not None:
         scheme = "http" if credentials is None else "https"
         found = urlsplit(config.lighthouse)
-        require(
-            found.hostname is not None and found.scheme == scheme,
-            f"lighthouse must be an address such as {scheme}://node1:29510{' without credentials' * (scheme == 'http')}, "
-            f"got {config.lighthouse!r}",
-        )
+        example = f"{scheme}://node1:29510{' without credentials' * (scheme == 'http')}"
+        with same_error_on_all():
+            require(
+                found.hostname is not None and found.scheme == scheme,
+                f"lighthouse must be an address such as {example}, got {config.lighthouse!r}",
+            )
         yield config.lighthouse
         return
     try:

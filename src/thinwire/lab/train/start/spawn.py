@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ....comm.addresses import own_address
 from ....comm.process_world import worker_context
+from ...variables import variables_set
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..signals import SIGNALS
@@ -88,13 +89,10 @@ def for_children(config: RunConfig) -> Iterator[None]:
     variables = {"OMP_NUM_THREADS": str(config.threads)}
     # Hides C++ warnings about lost connections: the exception has the reason.
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    before = {name: os.environ.get(name) for name in variables}
     resource_tracker.ensure_running()  # starting it later would unblock signals
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    os.environ.update(variables)
     try:
-        yield
+        with variables_set(variables):
+            yield
     finally:
-        for name, value in before.items():
-            os.environ.pop(name) if value is None else os.environ.update({name: value})
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from ....algorithm import require
 from ....comm import Communicator, Layout, laid_out
@@ -95,7 +96,8 @@ class Training:
             for buffer, before in buffers:
                 if not buffer.isfinite().all():
                     buffer.copy_(before)
-            self.carried = self.carried if is_finite(self.carried) else carried
+            parts = [part for part in tree_leaves(self.carried) if isinstance(part, Tensor)]
+            self.carried = self.carried if all(part.isfinite().all() for part in parts) else carried
         return answers
 
     def _backward(self, batch: Batch, weight: float) -> tuple[Tensor, Tensor]:
@@ -216,18 +218,6 @@ def moved(state: Any, device: torch.device) -> Any:
     return state if state is None else state.to(device)
 
 
-def is_finite(state: Any) -> bool:
-    """Whether a recurrent model's state (a tensor, a tuple of such, or None) is finite.
-
-    Example:
-        >>> is_finite((torch.ones(1), None)), is_finite((torch.tensor([float("nan")]), None))
-        (True, False)
-    """
-    if isinstance(state, tuple):
-        return all(map(is_finite, state))
-    return not isinstance(state, Tensor) or bool(state.isfinite().all())
-
-
 def prepare(
     config: RunConfig,
     data: Dataset,
@@ -249,8 +239,7 @@ def prepare(
     """
     model, optimizer = built(config, data, device)
     scaler = torch.amp.GradScaler(device.type, enabled=config.precision == "fp16")
-    check_clipping(config)
-    check_momentum(config)
+    check_optimizer(config)
     virtual = VirtualTime.of(config, model, device)  # its hooks run before those of the averager
     own_comm = _communicator(config, device, meeting, layout) if comm is None else None
     in_use = scaler if scaler.is_enabled() else None
@@ -303,29 +292,22 @@ def _communicator(
     return comm if network is None else TracedCommunicator(comm, network, measures=config.compute is None)
 
 
-def check_clipping(config: RunConfig) -> None:
-    """Check that `clip_norm` clips gradients before the averager accumulates them.
+def check_optimizer(config: RunConfig) -> None:
+    """Check that clipping and momentum are left to the averager where it accumulates gradients (momentum), and only there.
 
     Raises:
-        ValueError: the averager accumulates gradients (momentum) before the clipping.
+        ValueError: `clip_norm` would clip what is accumulated; or the optimizer leaves momentum to an averager without it, and
+            training would have no momentum at all.
     """
-    averager = config.parsed_strategy().averager
+    averager, optimizer = config.parsed_strategy().averager, config.optimizer
+    has_momentum = averager.traits.has_momentum
     require(
-        config.clip_norm is None or not averager.traits.has_momentum,
+        config.clip_norm is None or not has_momentum,
         f"clip_norm {config.clip_norm} would clip gradients that {averager!r} has accumulated already; "
         "leave it out and clip there: Mean(..., clip=ClipByNorm(...))",
     )
-
-
-def check_momentum(config: RunConfig) -> None:
-    """Check that the optimizer leaves momentum to no averager without it.
-
-    Raises:
-        ValueError: it does, and training would have no momentum at all.
-    """
-    averager, optimizer = config.parsed_strategy().averager, config.optimizer
     require(
-        averager.traits.has_momentum or not (isinstance(optimizer, DGCSGD) and optimizer.momentum),
+        has_momentum or not (isinstance(optimizer, DGCSGD) and optimizer.momentum),
         f"DGCSGD leaves momentum to the averager, and {averager!r} has none; choose --optimizer.kind SGD, or for no momentum "
         "--optimizer.momentum 0",
     )
