@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..algorithm import require, required
 from ..average.base import Averager, NamedTensors
@@ -285,6 +286,10 @@ class AveragerAttachment(Attachment):
     # ---- what a derived class defines ----
 
     @abstractmethod
+    def attach(self) -> None:
+        """Connect the workers, and set the hooks."""
+
+    @abstractmethod
     def average_model(self, comm: Communicator | None = None) -> AbstractContextManager[None]:
         """Context in which parameters and buffers hold their means over all workers, which enter it together.
 
@@ -332,7 +337,7 @@ class AveragerAttachment(Attachment):
     def _abandon(self, error: BaseException) -> None:
         """Abort what is in flight because of `error`, without waiting for other workers."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def before_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
         if self._comm is not None:
             check.own_process(self._comm)
@@ -343,7 +348,7 @@ class AveragerAttachment(Attachment):
         return self._before_optimizer_step(optimizer, arguments)
 
     @abstractmethod
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
 
     # ---- what a derived class uses ----

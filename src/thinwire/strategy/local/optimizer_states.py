@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...algorithm import require
 from ...average.base import NamedTensors
@@ -51,7 +52,7 @@ class OptimizerStates:
         [0.5, 0.5]
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, parameters: NamedTensors, comm: Communicator):
+    def __init__(self, optimizer: Optimizer, parameters: NamedTensors, comm: Communicator):
         self._optimizer, self._parameters, self._comm = optimizer, parameters, comm
         self._complete: dict[str, tuple[Found, str, Tensor]] = {}  # by state that all workers had for all parameters
 

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ... import kernels
@@ -93,12 +94,12 @@ def _outer_names(state: LocalState) -> list[str]:
     return [names[id(p)] for group in state.outer.param_groups for p in group["params"]]
 
 
-def _saved_outer(state: LocalState, outer: torch.optim.Optimizer) -> dict[str, Any]:
+def _saved_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
     # `state_dict` refers to the optimizer's own tensors.
     return renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
 
 
-def _loaded_outer(state: LocalState, outer: torch.optim.Optimizer, saved: dict[str, Any]) -> torch.optim.Optimizer:
+def _loaded_outer(state: LocalState, outer: Optimizer, saved: dict[str, Any]) -> Optimizer:
     outer.load_state_dict(renamed(copy.deepcopy(saved), {name: i for i, name in enumerate(_outer_names(state))}))
     return outer
 
@@ -129,7 +130,7 @@ class LocalState(State):
     """
 
     anchor: dict[str, nn.Parameter] = averaged()
-    outer: torch.optim.Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
+    outer: Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
     scheduler: LRScheduler | None = shared(form=Form(_saved_scheduler, _loaded_scheduler))
     fragments: list[Fragment] = nested()
     step: int = shared(default=0)
@@ -147,7 +148,7 @@ class LocalUpdates(OwnModelAttachment):
     _record: LocalState
     _asynchronous: AsynchronousRounds | None
 
-    def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
+    def __init__(self, strategy: Local, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         require(
             not self._shards or strategy.weights is None,
@@ -169,7 +170,7 @@ class LocalUpdates(OwnModelAttachment):
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
-            self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
+            self._outer: Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             # Compared here, because a function that makes it is another object on each worker.
             comm.check_agreement({"outer optimizer": repr(self._outer)})
             if self.averager.traits.has_momentum:

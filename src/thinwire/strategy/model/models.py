@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ...algorithm import require
 from ...comm import Communicator
@@ -52,7 +53,7 @@ def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParamete
     return named
 
 
-def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
+def updated_by(call: str, optimizer: Optimizer, module: nn.Module) -> NamedParameters:
     """The trainable parameters of the module, with their names, that the optimizer updates; it may update no others.
 
     Raises:
@@ -75,7 +76,7 @@ def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -
     return named
 
 
-def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of an optimizer that require a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
