@@ -73,7 +73,7 @@ from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed, Leases
 from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
-from .optimizer_states import OptimizerStates
+from .optimizer_states import average_states
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
 from .tensors import anchor_of, average_exactly, renamed
@@ -165,7 +165,6 @@ class LocalUpdates(OwnModelAttachment):
             self._numel = sum(anchor.numel() for _, anchor in self._anchors)
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
-            self._optimizer_states = OptimizerStates(self._optimizer, self.parameters, comm)
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
@@ -438,14 +437,15 @@ class LocalUpdates(OwnModelAttachment):
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
         due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
-        if due:
-            self._ready()  # rounds in flight use the communicator
-        for key in due if self.comm.in_round else []:
-            try:
-                self._optimizer_states.average(key)
-            except CommunicationError:  # these states are each worker's own, so it keeps them
-                if self._elastic is None:
-                    raise
+        if not due:
+            return
+        self._ready()  # rounds in flight use the communicator
+        try:
+            if self.comm.in_round:
+                average_states(self._optimizer, self.parameters, due, self.comm)
+        except CommunicationError:  # these states are each worker's own, so it keeps them
+            if self._elastic is None:
+                raise
 
     # ---- a round, in the four phases of the module's text ----
 
