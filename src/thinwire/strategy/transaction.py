@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch import Tensor
+
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator
 from ..membership import before_regrouping, own_norm, rewind
@@ -67,8 +69,15 @@ class Transaction:
         return self._comm.close_round(success, norm)
 
 
-def go_back(state: Any, saved: dict[str, Any]) -> None:
-    """Go back to the state before a round that was given up. The epoch may have begun meanwhile, and stays."""
-    epoch = state.progress.epoch
-    rewind(state, saved)
-    state.progress = state.progress._replace(epoch=epoch)
+def remember(state: Any, tensors: Iterable[Tensor] = ()) -> Callable[[], None]:
+    """Remember an averager's state and tensors; what is returned goes back to them, after a round that was given up."""
+    saved, pairs = state.state_dict(), [(t, t.clone()) for t in tensors]
+
+    def go_back() -> None:
+        epoch = state.progress.epoch  # it may have begun meanwhile, and stays
+        rewind(state, saved)
+        state.progress = state.progress._replace(epoch=epoch)
+        for t, old in pairs:
+            t.copy_(old)
+
+    return go_back
