@@ -28,17 +28,12 @@ class CdfIntegral:
     of H. A component with a standard deviation above 1e3 is almost log-linear on [-1, 1]. A component of that width with the
     same slope replaces it, which moves levels by less than 1e-6 and Psi by the square of that.
 
-    Attributes:
-        low: the lower end of x; the upper end is 1.
-
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
         >>> H, F, f = CdfIntegral(prior(4, "l2"))(torch.tensor(1.0, dtype=torch.float64))
         >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
         (1.0, 1.0, 0.113129)
     """
-
-    low = -1.0
 
     def __init__(self, dist: TruncatedNormalMixture) -> None:
         self.mean, self.std = _limit_width(dist.means, dist.stds)
@@ -71,7 +66,7 @@ class CdfIntegral:
 
 
 class FoldedCdfIntegral:
-    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1]; for symmetric level sets.
+    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1].
 
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
@@ -79,8 +74,6 @@ class FoldedCdfIntegral:
         >>> round(F.item(), 9)
         1.0
     """
-
-    low = 0.0
 
     def __init__(self, unfolded: CdfIntegral) -> None:
         self.unfolded, self.rounding = unfolded, 4 * unfolded.rounding
