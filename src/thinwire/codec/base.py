@@ -149,7 +149,7 @@ class Codec(Algorithm, ABC):
         self._check_decoding(payloads, outs)
         keys = self._decoding_keys(key, len(outs))
         try:
-            return self.decode_sum_segments(payloads, self.seen(outs), weight, keys)
+            return self.decode_sum_segments(list(payloads), self.seen(outs), weight, keys)
         except ValueError as error:
             raise self._undecodable(payloads, _numel_of(outs), error) from error
 
@@ -200,9 +200,7 @@ class Codec(Algorithm, ABC):
     def segments_nbytes(self, sizes: list[Any]) -> int:
         """Bytes of a payload: `sizes` are numbers of elements, or shapes (`torch.Size`) if `needs_shape`."""
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         """Overwrite `outs` with the weighted sum of all payloads, added in order; returns whether it is finite."""
         return kernels.reduce.sum_payloads(self.decode_add_segments, payloads, outs, weight, keys)
 

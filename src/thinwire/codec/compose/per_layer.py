@@ -65,9 +65,7 @@ class PerLayer(Codec):
         for group, (part,) in self._split([payload], outs):
             group.codec.decode_add_segments(part, group.codec.seen(group.of(outs)), weight, [])
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.flags.all_of(
             [
                 group.codec.decode_sum_segments(parts, group.codec.seen(group.of(outs)), weight, [])

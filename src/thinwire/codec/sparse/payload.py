@@ -59,9 +59,7 @@ class SparseCodec(Codec):
         (kept,) = self._read([payload], outs, keys)
         kernels.scatter.add(outs, kept.indices, kept.values, kept.counts, weight)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         """Only elements in a payload are checked to be finite, because all others are zero."""
         indices, values, counts = zip(*self._read(payloads, outs, keys), strict=True)
         return kernels.scatter.total(outs, indices, values, counts, weight)
