@@ -378,7 +378,7 @@ class AveragerAttachment(Attachment):
 
     def _require_elastic(self) -> None:
         require(
-            self.strategy.suits_elastic,
+            self.strategy.has_common_steps,
             f"{self.call}: {self.strategy} needs a fixed number of workers; leave the elastic communicator out",
         )
         self._shards.require_mesh(self.comm.replica)

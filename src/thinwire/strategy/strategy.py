@@ -150,6 +150,9 @@ class Averaging(Strategy[A_co]):
     models_differ: ClassVar[bool] = True
     """Whether each worker has a model of its own."""
 
+    sends_again: ClassVar[bool] = False
+    """Whether workers exchange what they have done again, without new steps, after a round was given up."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         value: object = self.averager
@@ -169,24 +172,14 @@ class Averaging(Strategy[A_co]):
         """When workers exchange messages."""
 
     @property
-    def suits_elastic(self) -> bool:
-        """Whether workers may come and go while it trains."""
-        return self.averager.traits.has_rounds
-
-    @property
     def counts_commits(self) -> bool:
         """Whether workers take unequal numbers of steps, and progress is what rounds have merged (`committed_tokens`)."""
         return False
 
     @property
     def has_common_steps(self) -> bool:
-        """Whether all workers take equally many steps between two rounds."""
+        """Whether all workers take equally many steps between two rounds, so that they may come and go."""
         return self.averager.traits.has_rounds and not self.counts_commits
-
-    @property
-    def sends_again(self) -> bool:
-        """Whether workers exchange what they have done again, without new steps, after a round was given up."""
-        return False
 
     def _require_rounds(self) -> None:
         """Check that the averager is one."""

@@ -49,7 +49,6 @@ def properties(topology: Topology, size: int) -> dict[str, Any]:
         "messages_per_step": sum(num_peers) * size / len(num_peers),
         "directed": topology.is_directed(size),
         "symmetric": topology.is_symmetric(size),
-        "column_stochastic": topology.is_column_stochastic(size),
         "doubly_stochastic": topology.is_doubly_stochastic(size),
         "spectral_gap": gap,
         "steps_per_tenfold": _steps_per_tenfold(gap),

@@ -195,11 +195,6 @@ class Local(Averaging[LocalUpdates]):
         return Rhythm(self.every, parts, self.delay, copies=1 if self.pull is None else 2)
 
     @property
-    def suits_elastic(self) -> bool:
-        """Whether workers may come and go: without a quorum."""
-        return self.quorum is None
-
-    @property
     def counts_commits(self) -> bool:
         """With a quorum."""
         return self.quorum is not None
