@@ -1,9 +1,8 @@
 """Integrals of the normal kernel over an interval, to nearly full relative precision.
 
 Differences of `erf` lose every digit in three places that level sets visit: in a far tail, on an interval much
-narrower than the standard deviation, and when the standard deviation is tiny. So the kernel is written relative to its
-value at an anchor point (no underflow in a far tail), tails are scaled by it (`erfcx`), and narrow intervals are summed
-as a Taylor series about their middle.
+narrower than the standard deviation, and when the standard deviation is tiny. So tails are scaled by the kernel (`erfcx`),
+and narrow intervals are summed as a Taylor series about their middle.
 """
 
 from __future__ import annotations
@@ -52,29 +51,27 @@ def _asymptotic(s: Tensor, n: int) -> Tensor:
     return total / s ** (n + 1)
 
 
-def kernel(r: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> Tensor:
-    """`exp(-(r-mean)^2/(2 std^2)) / exp(-(anchor-mean)^2/(2 std^2))`, by the difference of squares as a product."""
-    return torch.exp(-0.5 * ((r - anchor) / std) * ((r - mean) / std + (anchor - mean) / std))
+def _kernel(r: Tensor, mean: Tensor, std: Tensor) -> Tensor:
+    return torch.exp(-0.5 * ((r - mean) / std) ** 2)
 
 
-def interval_integrals(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> IntervalIntegrals:
-    """Integrals over `[a, b]` against `kernel(., mean, std, anchor)`; all arguments broadcast.
+def interval_integrals(a: Tensor, b: Tensor, mean: Tensor, std: Tensor) -> IntervalIntegrals:
+    """Integrals over `[a, b]` against `exp(-(r-mean)^2/(2 std^2))`; all arguments broadcast.
 
     Args:
-        a, b: ends of the intervals, `a <= b`. The anchor must be the point of [-1, 1] nearest to the mean, and the
-            intervals must lie in [-1, 1], so that the kernel is at most 1 on them.
-        mean, std, anchor: of the normal kernel; `std > 0`.
+        a, b: ends of the intervals, `a <= b`.
+        mean, std: of the normal kernel; `std > 0`.
 
     Returns:
         The two integrals, of the broadcast shape. Relative error about 1e-11.
     """
-    a, b, mean, std, anchor = torch.broadcast_tensors(a, b, mean, std, anchor)
+    a, b, mean, std = torch.broadcast_tensors(a, b, mean, std)
     half_width, middle = (b - a) / (2 * std), ((a + b) / 2 - mean) / std
     narrow = half_width * middle.abs().clamp(min=1) <= NARROW
-    wide = _wide(a, b, mean, std, anchor)
+    wide = _wide(a, b, mean, std)
     if not narrow.any():
         return wide
-    scale = kernel((a + b) / 2, mean, std, anchor)
+    scale = _kernel((a + b) / 2, mean, std)
     series = _narrow(torch.where(narrow, half_width, 0), torch.where(narrow, middle, 0), std, scale)
     return IntervalIntegrals(*(torch.where(narrow, s, w) for s, w in zip(series, wide, strict=True)))
 
@@ -92,7 +89,7 @@ def _narrow(h: Tensor, c: Tensor, std: Tensor, scale: Tensor) -> IntervalIntegra
     return IntervalIntegrals(scale * width * mass, scale * width**3 * spread)
 
 
-def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> IntervalIntegrals:
+def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor) -> IntervalIntegrals:
     """By tail integrals `T_n(z)` from z to infinity, e.g. `spread = L (T_1(a)+T_1(b)) - 2 (T_2(a)-T_2(b))`.
 
     An interval left of the mean is reflected; in one around the mean, what `T_n(a)` has beyond the tail on its own
@@ -102,7 +99,7 @@ def _wide(a: Tensor, b: Tensor, mean: Tensor, std: Tensor, anchor: Tensor) -> In
     length = (b - a) / std
     za, zb = (a - mean) / std, (b - mean) / std
     near, far = torch.where(left, -zb, za), torch.where(left, -za, zb)
-    at_a, at_b = kernel(a, mean, std, anchor), kernel(b, mean, std, anchor)
+    at_a, at_b = _kernel(a, mean, std), _kernel(b, mean, std)
     at_near, at_far = torch.where(left, at_b, at_a), torch.where(left, at_a, at_b)
     around = near < 0
     s = near.abs()
