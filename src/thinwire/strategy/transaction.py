@@ -7,7 +7,8 @@ back to where the round began. On any other communicator the workers never chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
@@ -60,6 +61,15 @@ class Transaction:
                     state.__dict__.update(old.__dict__)  # in place, as the strategy and its record hold the state
                 comm.close_round(False)
         return healed
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Context of a round's messages. Without those of a worker that has died, an elastic round goes on to its vote."""
+        try:
+            yield
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
 
     def end(self, success: bool) -> bool:
         """Close the round. Returns whether all workers keep its results."""

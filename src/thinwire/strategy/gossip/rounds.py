@@ -108,16 +108,12 @@ class ParameterRounds:
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
         self.comm.round_thread.drain()  # of other strategies
-        tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
+        tensors, has_all = self.live.tensors(), False
         # Only an elastic round can be given up, so only it needs copies.
-        go_back = remember(self.state, [p for _, p in tensors]) if is_elastic else lambda: None
-        try:
+        go_back = remember(self.state, [p for _, p in tensors]) if self.comm.is_elastic else lambda: None
+        with self.transaction.attempt():
             self.averager.step(self.state, tensors, self.comm).wait()
             has_all = True
-        except CommunicationError:
-            if not is_elastic:
-                raise
-            has_all = False
         if self.transaction.end(has_all):
             self._commit()
         else:
@@ -191,13 +187,9 @@ class ParameterRounds:
     def _committed(self) -> Callable[[NamedTensors], None] | None:
         """Wait for the round in flight. What is returned adds its change; None if the round was given up."""
         assert self._flight is not None
-        try:
-            with self.state.clock("blocked"):
-                add_change = self._flight.wait()
-        except CommunicationError:
-            if not self.comm.is_elastic:
-                raise
-            add_change = None
+        add_change = None
+        with self.transaction.attempt(), self.state.clock("blocked"):
+            add_change = self._flight.wait()
         if self.transaction.end(add_change is not None):
             return add_change
         self._go_back()

@@ -440,12 +440,9 @@ class LocalUpdates(OwnModelAttachment):
         if not due:
             return
         self._ready()  # rounds in flight use the communicator
-        try:
+        with self._transaction.attempt():  # these states are each worker's own, so it keeps them
             if self.comm.in_round:
                 average_states(self._optimizer, self.parameters, due, self.comm)
-        except CommunicationError:  # these states are each worker's own, so it keeps them
-            if self._elastic is None:
-                raise
 
     # ---- a round, in the four phases of the module's text ----
 
