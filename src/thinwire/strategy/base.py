@@ -60,6 +60,8 @@ if TYPE_CHECKING:
 class Attachment(ABC):
     """A strategy at work on one model; also a context manager, which detaches at its end."""
 
+    _nonfinite: NonfiniteSteps
+
     @property
     @abstractmethod
     def ledger(self) -> Ledger:
@@ -78,6 +80,11 @@ class Attachment(ABC):
         """
         seconds = self.seconds
         return seconds.get("blocked", seconds.get("wait", 0.0))
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
+        return self._nonfinite.num_skipped
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -182,11 +189,6 @@ class AveragerAttachment(Attachment):
     def models_differ(self) -> bool:
         """Whether each worker has a model of its own."""
         return self.strategy.models_differ
-
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
-        return self._nonfinite.num_skipped
 
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules such as `GeometricWarmup` which epoch begins. All workers call it.

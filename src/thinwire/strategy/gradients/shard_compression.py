@@ -88,11 +88,6 @@ class ShardCompression(Attachment):
         """Wall-clock seconds so far by phase: encode, wait, decode."""
         return self.clock.seconds
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
-        return self._nonfinite.num_skipped
-
     def state_dict(self) -> dict[str, Any]:
         """How many steps each module has made, from which random numbers follow. The same on all workers."""
         return {wire.name: wire.step for wire in self._wires}

@@ -155,6 +155,8 @@ class LocalUpdates(OwnModelAttachment):
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._clock, self._asynchronous, self._is_broken_off = Clock(), None, False
+        # Whose `every` and `delay` count; with a quorum they follow the worker's speed.
+        self._pace: Local | AsynchronousRounds = strategy
 
     def attach(self) -> None:
         """Connect the workers, and follow the optimizer's steps."""
@@ -201,7 +203,7 @@ class LocalUpdates(OwnModelAttachment):
             (quorum.workers or 1) <= comm.size,
             f"{self.call}: a quorum of {quorum.workers} workers cannot come of {comm.size}; choose a lower one",
         )
-        self._asynchronous = rounds = AsynchronousRounds(
+        self._asynchronous = self._pace = rounds = AsynchronousRounds(
             self.strategy, quorum, self._fragments, comm, self._clock, self._apply
         )
         self._record.committed = rounds.committed
@@ -248,11 +250,11 @@ class LocalUpdates(OwnModelAttachment):
         if healed and self._heals_late:
             record, offsets = self._record, sorted(fragment.offset for fragment in self._fragments)
             # At most up to the step before the next exchange, in which it takes part.
-            last = next((offset for offset in offsets if offset > record.step), self._every + offsets[0]) - 1
+            last = next((offset for offset in offsets if offset > record.step), self._pace.every + offsets[0]) - 1
             ahead = STEPS_AHEAD if self._transaction.missed else 0  # so that the others need not wait for it
             missed = min(self._transaction.missed + ahead, last - record.step)
             record.num_steps += missed
-            record.step = (record.step + missed) % self._every
+            record.step = (record.step + missed) % self._pace.every
             self.comm.num_skipped = missed
         self._end_step()
 
@@ -393,7 +395,7 @@ class LocalUpdates(OwnModelAttachment):
             fragment.steps_to_merge -= fragment.in_flight
         if self._asynchronous is not None:
             self._asynchronous.stepped(step)
-        self._record.step = step % self._every
+        self._record.step = step % self._pace.every
         self._end_step()
         if self._asynchronous is not None:
             if self._record.step == 0:
@@ -411,28 +413,20 @@ class LocalUpdates(OwnModelAttachment):
             return
         for fragment in merging:
             self._merge(fragment, self.strategy.alpha)
-        if self._delay and not self.comm.in_round:
+        if self._pace.delay and not self.comm.in_round:
             return  # the next elastic round begins them
         for fragment in beginning:
             if fragment.in_flight:  # it was sent in a longer period
                 self._merge(fragment, self.strategy.alpha)
-            self._begin(fragment, self._delay)
-            if self._delay == 0 and self._elastic is None:
+            self._begin(fragment, self._pace.delay)
+            if self._pace.delay == 0 and self._elastic is None:
                 self._merge(fragment, self.strategy.alpha)
         # Without a delay, what has just begun is exchanged, voted on and merged in the same step.
-        if beginning and self._delay == 0 and self._elastic is not None:
+        if beginning and self._pace.delay == 0 and self._elastic is not None:
             self._end_step()
 
     def _is_due(self, fragment: Fragment) -> bool:
-        return fragment.offset % self._every == self._record.step and fragment.began != self._record.num_steps
-
-    @property
-    def _every(self) -> int:
-        return self.strategy.every if self._asynchronous is None else self._asynchronous.every
-
-    @property
-    def _delay(self) -> int:
-        return self.strategy.delay if self._asynchronous is None else self._asynchronous.delay
+        return fragment.offset % self._pace.every == self._record.step and fragment.began != self._record.num_steps
 
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
