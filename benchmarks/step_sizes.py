@@ -19,11 +19,11 @@ from script import run_script
 from torch import Tensor
 
 import thinwire as tw
-from thinwire.testing import gossip_in_lockstep
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.codecs import gossiped
 from helpers.fitted import fitted
+from helpers.lockstep import gossip_in_lockstep
 
 SIZE, SHAPE, EARLY = 8, (20, 50), 400
 

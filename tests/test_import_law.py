@@ -18,6 +18,7 @@ FLOORS = {
     "clock": 1,
     "suggestion": 0,
     "messages": 0,
+    "entry_points": 1,
     "debug": 0,
     "streams": 0,
     "schedule": 1,

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib.metadata
 import inspect
 import threading
 from collections.abc import Callable
@@ -26,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from . import average, codec, memory, schedule, strategy, topology
 from .algorithm import Algorithm, require
-from .messages import error_place, error_text
+from .entry_points import declared, load
 from .suggestion import suggestion
 
 ENTRY_POINT_GROUP = "thinwire.algorithms"
@@ -64,7 +63,7 @@ def register(cls: _T) -> _T:
         >>> tw.parse("TopK(Halving(0.5))")
         TopK(Halving(start=0.5))
     """
-    _check_algorithm(cls)
+    _checked_algorithm(cls)
     name = cls.__name__
     known = _built_in().get(name, _registered.get(name, cls))
     # A module that is imported again defines its classes again.
@@ -81,7 +80,7 @@ def vocabulary() -> dict[str, Callable[..., Any]]:
 
 def known_names() -> set[str]:
     """The names that `parse` understands, without loading entry points."""
-    return _built_in().keys() | _registered.keys() | _entry_points().keys()
+    return _built_in().keys() | _registered.keys() | declared(ENTRY_POINT_GROUP).keys()
 
 
 def _builder(name: str) -> Callable[..., Any]:
@@ -89,15 +88,7 @@ def _builder(name: str) -> Callable[..., Any]:
     if name in _built_in():
         return _built_in()[name]
     if name not in _registered:
-        entry = _entry_points()[name]
-        try:
-            loaded = entry.load()
-            _check_algorithm(loaded)
-        except Exception as error:
-            raise ValueError(
-                f"the entry point {name} = {entry.value!r} cannot be used: {error_text(error)}{error_place(error)}"
-            ) from error
-        _registered[name] = loaded
+        _registered[name] = load(declared(ENTRY_POINT_GROUP)[name], _checked_algorithm)
     return _registered[name]
 
 
@@ -110,21 +101,17 @@ def _built_in() -> dict[str, Callable[..., Any]]:
     return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
 
 
-@cache
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
-
-
 def _is_algorithm(value: Any) -> bool:
     is_data = inspect.isclass(value) and issubclass(value, Algorithm) and dataclasses.is_dataclass(value)
     return is_data and not inspect.isabstract(value)
 
 
-def _check_algorithm(value: Any) -> None:
+def _checked_algorithm(value: Any) -> Any:
     require(
         _is_algorithm(value) and value.__dataclass_params__.frozen,
         f"register: {value!r} must be a frozen dataclass derived from Codec, Memory, Topology or Averager",
     )
+    return value
 
 
 def parse(text: str) -> Any:

@@ -757,7 +757,7 @@ def declare(tmp_path, monkeypatch):
 
     def declared(**values):
         found = [make(name, value, words.ENTRY_POINT_GROUP) for name, value in values.items()]
-        monkeypatch.setattr(words, "_entry_points", lambda: {entry.name: entry for entry in found})
+        monkeypatch.setattr(words, "declared", lambda group: {entry.name: entry for entry in found})
 
     words._declared.cache_clear()
     yield declared

@@ -8,10 +8,10 @@ import torch
 from helpers.cases import case
 from helpers.codecs import gossiped
 from helpers.fitted import fitted
+from helpers.lockstep import gossip_in_lockstep
 
 import thinwire as tw
 from thinwire.average.gossip.moniqua_step import MoniquaStepControl
-from thinwire.testing import gossip_in_lockstep
 from thinwire.topology import Graph
 
 

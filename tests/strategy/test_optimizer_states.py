@@ -31,10 +31,11 @@ class Attached:
     """A worker whose gradients are given: all ones times `value`, of the parameters named."""
 
     def __init__(self, comm, optimizer=RowSums, key="rows", scaled=False, every=1):
+        self.keys = key if isinstance(key, tuple) else (key,)
         self.model = nn.ParameterDict({name: torch.zeros(shape) for name, shape in SHAPES.items()})
         self.optimizer = optimizer(self.model.parameters())
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1.0, growth_interval=1000) if scaled else None
-        strategy = tw.Local(tw.Mean(), 1000, state_every={key: every})
+        strategy = tw.Local(tw.Mean(), 1000, state_every=dict.fromkeys(self.keys, every))
         self.handle = tw.attach(self.model, self.optimizer, strategy, comm=comm, scaler=self.scaler)
 
     def step(self, value, names=("a", "b")):
@@ -99,7 +100,7 @@ def test_a_state_that_is_lost_later_is_averaged_again_once_all_have_it():
     assert lost == [[8, 10], [None, None], [14, 17.5], [22, 27.5]]
 
 
-def test_rounds_in_which_all_have_all_states_send_these_and_nothing_else():
+def test_rounds_in_which_all_have_the_same_states_compare_them_in_a_few_bytes():
     def work(comm):
         worker, counts = Attached(comm, every=2), []
         for _ in range(6):
@@ -110,11 +111,25 @@ def test_rounds_in_which_all_have_all_states_send_these_and_nothing_else():
         return counts
 
     states = 4 * (SHAPES["a"][0] + SHAPES["b"][0])
-    compared, alone = {"check_agreement": 1, "all_reduce": 1}, {"all_reduce": 2}
     found = run_threads(2, work)
-    assert [[calls for calls, _ in one] for one in found] == 2 * [[{}, compared, {}, alone, {}, alone]]
+    assert [[calls for calls, _ in one] for one in found] == 2 * [3 * [{}, {"check_agreement": 1, "all_reduce": 1}]]
     sums = [sum(sent) for sent in zip(*[[sent for _, sent in one] for one in found], strict=True)]
-    assert sums == [0, 2 * (states + 32), 0, 2 * (states + 4), 0, 2 * (states + 4)]
+    assert sums == 3 * [0, 2 * (states + 32)]
+
+
+def test_all_states_of_a_step_travel_together():
+    def work(comm):
+        worker = Attached(comm, optimizer=torch.optim.Adam, key=("exp_avg", "exp_avg_sq"))
+        before = worker.collectives()
+        worker.step(1 + comm.rank)
+        means = [
+            worker.optimizer.state[p][key].flatten()[0].item() for p in worker.model.values() for key in worker.keys
+        ]
+        return {name: n - before.get(name, 0) for name, n in worker.collectives().items()}, means
+
+    for calls, means in run_threads(2, work):
+        assert calls["check_agreement"] == calls["all_reduce"] == 1
+        assert means == pytest.approx(2 * [0.15, 0.0025])
 
 
 @pytest.mark.parametrize(

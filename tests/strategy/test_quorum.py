@@ -484,7 +484,7 @@ def test_a_quorum_of_more_workers_than_there_are_is_refused():
 def test_the_notation_knows_it():
     strategy = tw.strategy.asynchronous_diloco(every=50, quorum=2, bits=4)
     assert tw.parse(repr(strategy)) == strategy and tw.parse("asynchronous_diloco(50, 2, bits=4)") == strategy
-    assert not strategy.suits_elastic
+    assert not strategy.has_common_steps
     assert asynchronous.Committed().state_dict()["tokens"] == 0
 
 

@@ -15,10 +15,9 @@ Collectives are issued in `step` and `wait`, never from a completion callback. T
 waiting for the last; it waits in the order of the steps. Where an averager `sends_while_waiting`, the calls of `step` and
 `wait` come in the same order on all workers.
 
-State. What `init` returns is a `thinwire.membership.State`, whose fields say what is saved and what becomes of them with
-another number of workers. It has a `clock`; `progress`, which schedules follow; and `finite`: whether all results of the
-round so far were finite as the tensors hold them, a flag that `commit` alone reads. `ByName` gives its children one clock,
-and makes their `finite` one before it commits them.
+State. What `init` returns is an `AveragerState`, or another `thinwire.membership.State` with its fields. The fields say what is
+saved and what becomes of them with another number of workers. `ByName` gives its children one clock, and makes their `finite`
+one before it commits them.
 
 Membership. Rank and number of workers are those of the communicator when a round begins. Between two rounds `regroup`
 tells the averager that other workers take part from now on.
@@ -34,6 +33,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,11 +41,13 @@ from torch import Tensor
 
 from .. import debug, kernels
 from ..algorithm import Algorithm, require
+from ..clock import Clock
 from ..codec import Codec
 from ..comm import Communicator, Handle
 from ..kernels import Flag
-from ..membership import forget, untie
+from ..membership import State, config, forget, pending, shared, untie
 from ..memory import Memory
+from ..schedule import Progress
 from ..topology import Topology
 from .traits import AveragerTraits
 
@@ -58,6 +60,21 @@ Before = Sequence[int | None] | None
 
 Pending = Callable[[], Callable[[NamedTensors], None]]
 """Waits for the messages of a round, in any thread; what it returns adds the change to tensors as they are then."""
+
+
+@dataclass(kw_only=True)
+class AveragerState(State):
+    """What strategies need of the state of every averager.
+
+    Attributes:
+        progress: rounds and epochs, which schedules follow.
+        finite: whether all results of the round so far were finite as the tensors hold them; `commit` alone reads it.
+        clock: times the phases of rounds.
+    """
+
+    progress: Progress = shared(default=Progress())
+    finite: Flag = pending(default=True)
+    clock: Clock = config(default_factory=Clock)
 
 
 class Averager(Algorithm, ABC):

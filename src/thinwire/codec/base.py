@@ -57,7 +57,7 @@ from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
 from .traits import Traits
-from .types import Key, Selection, Size, Symbols, as_list
+from .types import Key, Keys, Selection, Size, Sizes, Symbols, Tensors, as_list
 
 _PLAIN = Traits()
 
@@ -78,12 +78,7 @@ class Codec(Algorithm, ABC):
         """What the codec promises and demands. A class attribute serves where no field matters."""
         return _PLAIN
 
-    def encode(
-        self,
-        x: Tensor | Sequence[Tensor],
-        key: Key | Sequence[Key] = Key(),
-        residual: Tensor | Sequence[Tensor] | None = None,
-    ) -> Tensor:
+    def encode(self, x: Tensors, key: Keys = Key(), residual: Tensors | None = None) -> Tensor:
         """Encode one tensor, or a list of segments in one call.
 
         Args:
@@ -107,21 +102,13 @@ class Codec(Algorithm, ABC):
             residuals = [r.view(s.shape) for r, s in zip(residuals, segments, strict=True)]
         return self.encode_segments(segments, [k.mixed() for k in keys], residuals)
 
-    def decode(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Tensor | list[Tensor]:
+    def decode(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Tensor | list[Tensor]:
         """Decode a payload into a new float32 tensor, or several; a size is a number of elements or a `torch.Size`."""
         outs = [torch.zeros(s, dtype=torch.float32, device=payload.device) for s in as_list(size)]
         self.decode_add(payload, outs, key=key)
         return outs[0] if isinstance(size, Size) else outs
 
-    def decode_add(
-        self,
-        payload: Tensor,
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
-    ) -> None:
+    def decode_add(self, payload: Tensor, out: Tensors, weight: float = 1.0, key: Keys | None = None) -> None:
         """`out += weight * decode(payload)`, in place.
 
         Args:
@@ -142,11 +129,7 @@ class Codec(Algorithm, ABC):
             raise self._undecodable([payload], _numel_of(outs), error) from error
 
     def decode_sum(
-        self,
-        payloads: Sequence[Tensor],
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
+        self, payloads: Sequence[Tensor], out: Tensors, weight: float = 1.0, key: Keys | None = None
     ) -> Flag:
         """`out = weight * sum_i decode(payloads[i])`, added in this order; returns whether all of it is finite.
 
@@ -166,16 +149,12 @@ class Codec(Algorithm, ABC):
         self._check_decoding(payloads, outs)
         keys = self._decoding_keys(key, len(outs))
         try:
-            return self.decode_sum_segments(payloads, self.seen(outs), weight, keys)
+            return self.decode_sum_segments(list(payloads), self.seen(outs), weight, keys)
         except ValueError as error:
             raise self._undecodable(payloads, _numel_of(outs), error) from error
 
     def decode_mean(
-        self,
-        payloads: Sequence[Tensor],
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
+        self, payloads: Sequence[Tensor], out: Tensors, weight: float = 1.0, key: Keys | None = None
     ) -> Flag:
         """`decode_sum`, each element divided by the number of payloads that carry it: under a transform, of coordinates."""
         finite, outs = self.decode_sum(payloads, out, weight, key), as_list(out)
@@ -193,7 +172,7 @@ class Codec(Algorithm, ABC):
             o.div_(num.clamp(min=1.0).view(o.shape))  # an element that no payload carries stays zero
         return finite
 
-    def nbytes(self, size: Size | Sequence[Size]) -> int:
+    def nbytes(self, size: Sizes) -> int:
         """Size of the payload in bytes for segments of `size`: exact, or a bound where not `fixed_size`.
 
         A size is a number of elements or a `torch.Size`; any other sequence is a list with one for each segment.
@@ -221,9 +200,7 @@ class Codec(Algorithm, ABC):
     def segments_nbytes(self, sizes: list[Any]) -> int:
         """Bytes of a payload: `sizes` are numbers of elements, or shapes (`torch.Size`) if `needs_shape`."""
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         """Overwrite `outs` with the weighted sum of all payloads, added in order; returns whether it is finite."""
         return kernels.reduce.sum_payloads(self.decode_add_segments, payloads, outs, weight, keys)
 
@@ -288,9 +265,7 @@ class Codec(Algorithm, ABC):
 
     # ---- what averagers ask ----
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection | None:
+    def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection | None:
         """The positions that a payload carries, with empty values; None if it carries all of them."""
         return None
 
@@ -336,7 +311,7 @@ class Codec(Algorithm, ABC):
             f"{self}: cannot decode {sizes} bytes into {numel} elements: {str(error).removeprefix(f'{self}: ')}"
         )
 
-    def _decoding_keys(self, key: Key | Sequence[Key] | None, num_segments: int) -> list[int]:
+    def _decoding_keys(self, key: Keys | None, num_segments: int) -> list[int]:
         """Mixed keys, one for each segment; none where they are not needed."""
         if not self.traits.shared_key:
             return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -12,6 +13,11 @@ from ..kernels.random import Key as Key
 from ..schedule import Schedule
 
 Size = int | torch.Size
+
+# Of one tensor, or of each in a list of segments: what the public methods of a codec take; `as_list` makes lists of them.
+Tensors = Tensor | Sequence[Tensor]
+Sizes = Size | Sequence[Size]
+Keys = Key | Sequence[Key]
 
 Number = TypeVar("Number", int, float)
 

@@ -110,7 +110,8 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
 
 def _key(entry: Any) -> str | int:
     """The key of a dictionary or the place in a list that an entry of a path stands for."""
-    return entry.key if isinstance(entry, MappingKey) else entry.idx
+    key: str | int = entry.key if isinstance(entry, MappingKey) else entry.idx
+    return key
 
 
 def _fits(value: Tensor, parameter: Any) -> bool:

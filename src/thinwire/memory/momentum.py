@@ -12,6 +12,7 @@ result must not apply momentum.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
@@ -57,23 +58,64 @@ PAIRS = Form(lambda state, pairs: {name: pair.kept.clone() for name, pair in pai
 
 @dataclass
 class MomentumState(State):
-    """What momentum correction keeps, by parameter name, in unscaled units.
+    """What a memory with momentum keeps, by parameter name, in unscaled units.
 
     Args:
         momentum: u of the tensors that are encoded.
-        velocity: v of these.
         mean_momentum: u of the mean of those that travel dense.
         pending: those whose spare buffer was written since the last commit.
     """
 
     momentum: dict[str, Pair] = own(form=PAIRS)
-    velocity: dict[str, Pair] = own(form=PAIRS)
     mean_momentum: dict[str, Pair] = shared(form=PAIRS)
-    pending: list[Pair] = pending(default_factory=list)
+    pending: list[Pair] = pending(default_factory=list, kw_only=True)
 
 
 @dataclass(frozen=True, repr=False)
-class MomentumCorrection(Memory):
+class Momentum(Memory):
+    """A memory that applies momentum: to each worker's own gradients, or to the mean of tensors that travel dense."""
+
+    has_momentum: ClassVar[bool] = True
+
+    momentum: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_number(f"{type(self).__name__}: momentum", self.momentum, least=0, below=1)
+
+    @abstractmethod
+    def _update(self, u: Pair, gradient: Tensor, scale: float) -> Tensor:
+        """Write the new momentum into the spare buffer of u; return the unscaled update."""
+
+    def decoded(self, state: MomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
+        """Apply momentum to the mean of a tensor that travelled dense."""
+        if encoded:
+            return
+        # Under a lossless codec, tensors that are usually encoded travel dense too.
+        u = state.mean_momentum.get(name) or state.momentum[name]
+        update = self._update(u, mean.reshape(-1).float(), scale)
+        state.pending.append(u)
+        # Momentum is unscaled, and the result has the loss scale that `mean` came with.
+        mean.copy_((update * scale).view(mean.shape))
+
+    def commit(self, state: MomentumState) -> None:
+        for pair in state.pending:
+            pair.swap()
+        state.pending.clear()
+
+
+@dataclass
+class CorrectionState(MomentumState):
+    """What `MomentumCorrection` keeps.
+
+    Args:
+        velocity: v of the tensors that are encoded.
+    """
+
+    velocity: dict[str, Pair] = own(form=PAIRS)
+
+
+@dataclass(frozen=True, repr=False)
+class MomentumCorrection(Momentum):
     """Sends `C(v)` of the velocity `v = v + u`, `u = m u + g`, and keeps the rest: Deep Gradient Compression.
 
     With Nesterov's momentum, `u = m (u + g)` and `v = v + u + g`. A gradient that waits in v gains the same momentum as
@@ -107,28 +149,22 @@ class MomentumCorrection(Memory):
         (tensor([4.5000, 0.0000]), tensor([0.0000, 2.5000]))
     """
 
-    has_momentum: ClassVar[bool] = True
-
-    momentum: float = 0.9
     nesterov: bool = False
     masking: bool = True
-
-    def __post_init__(self) -> None:
-        require_number("MomentumCorrection: momentum", self.momentum, least=0, below=1)
 
     @property
     def needs_support(self) -> bool:
         return self.masking
 
-    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> MomentumState:
-        return MomentumState(pairs(tensors), pairs(tensors), pairs(dense))
+    def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> CorrectionState:
+        return CorrectionState(pairs(tensors), pairs(dense), pairs(tensors))
 
-    def compensate(self, state: MomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
+    def compensate(self, state: CorrectionState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))
         return state.velocity[name].spare
 
     def compensate_all(
-        self, state: MomentumState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
+        self, state: CorrectionState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
     ) -> tuple[list[Tensor], Selection | None]:
         if not counts:
             return super().compensate_all(state, tensors, scale)
@@ -136,36 +172,20 @@ class MomentumCorrection(Memory):
         indices, values = kernels.momentum.correct_topk(buffers, self._rule(scale), counts)
         return [state.velocity[name].spare for name, _ in tensors], Selection(indices, values, counts)
 
-    def masked(self, state: MomentumState, name: str) -> Tensor:
+    def masked(self, state: CorrectionState, name: str) -> Tensor:
         # The spare buffer, so that a discarded round leaves u as it was.
         return state.momentum[name].spare
 
-    def decoded(self, state: MomentumState, name: str, mean: Tensor, scale: float = 1.0, encoded: bool = True) -> None:
-        """Apply ordinary momentum to the mean of a tensor that travelled dense."""
-        if encoded:
-            return
-        # Under a lossless codec, tensors that are usually encoded travel dense too.
-        u = state.mean_momentum.get(name) or state.momentum[name]
-        g = mean.reshape(-1).float() / scale
+    def _update(self, u: Pair, gradient: Tensor, scale: float) -> Tensor:
+        g = gradient / scale
         if self.nesterov:
-            torch.mul(u.kept + g, self.momentum, out=u.spare)
-            update = u.spare + g
-        else:
-            torch.add(u.kept * self.momentum, g, out=u.spare)
-            update = u.spare
-        state.pending.append(u)
-        # Momentum is unscaled, and the result has the loss scale that `mean` came with.
-        mean.copy_((update * scale).view(mean.shape))
-
-    def commit(self, state: MomentumState) -> None:
-        for pair in state.pending:
-            pair.swap()
-        state.pending.clear()
+            return torch.mul(u.kept + g, self.momentum, out=u.spare) + g
+        return torch.add(u.kept * self.momentum, g, out=u.spare)
 
     def _rule(self, scale: float) -> kernels.momentum.Momentum:
         return kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
 
-    def _buffers(self, state: MomentumState, tensors: NamedTensors) -> kernels.momentum.Buffers:
+    def _buffers(self, state: CorrectionState, tensors: NamedTensors) -> kernels.momentum.Buffers:
         """Gradients, u and v as flat segments, and the buffers for the new u and v."""
         us, vs = [state.momentum[name] for name, _ in tensors], [state.velocity[name] for name, _ in tensors]
         # Both are swapped by one commit, or neither.

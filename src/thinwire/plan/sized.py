@@ -15,7 +15,7 @@ from ..average import Averager, Rule
 from ..average.mean.clip import Clip
 from ..codec import Codec, Selection, SparseParts, Traits
 from ..codec.sparse.base import Sparsifier
-from ..codec.types import Size, as_list
+from ..codec.types import Size, Tensors, as_list
 from ..kernels import Flag
 from ..memory import Memory
 from ..schedule import Progress, resolve
@@ -100,15 +100,15 @@ class SizedCodec(Codec):
     # The public methods skip the checks of tensors and keys, and the rules of `Shapes`, which nothing in here needs: with a
     # thousand workers these take longer than the plan.
 
-    def encode(self, x: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> Tensor:
+    def encode(self, x: Tensors, *_: Any, **__: Any) -> Tensor:
         with torch._C.DisableTorchFunction():
             return self.encode_segments(as_list(x), [], None)
 
-    def decode_add(self, payload: Tensor, out: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> None:
+    def decode_add(self, payload: Tensor, out: Tensors, *_: Any, **__: Any) -> None:
         with torch._C.DisableTorchFunction():
             self.decode_add_segments(payload, as_list(out), weight=1.0, keys=[])
 
-    def decode_sum(self, payloads: Sequence[Tensor], out: Tensor | Sequence[Tensor], *_: Any, **__: Any) -> Flag:
+    def decode_sum(self, payloads: Sequence[Tensor], out: Tensors, *_: Any, **__: Any) -> Flag:
         with torch._C.DisableTorchFunction():
             self.note("decode", len(payloads) * sum(t.numel() for t in as_list(out)))
         return True

@@ -7,6 +7,7 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
+from torch.optim import Optimizer
 
 from ..algorithm import Algorithm
 from ..average.base import Averager
@@ -41,7 +42,7 @@ def advice(algorithm: Algorithm) -> list[str]:
     return [line for part in algorithm.walk() for line in part.cautions]
 
 
-def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.Optimizer) -> list[str]:
+def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: Optimizer) -> list[str]:
     """Whether the optimizer bears what the strategy does to its gradients, a line for each averager that it does not.
 
     Example:
@@ -68,7 +69,7 @@ def advice_on_optimizer(strategy: Averaging[Attachment], optimizer: torch.optim.
     ]
 
 
-def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+def is_muon(optimizer: Optimizer) -> bool:
     """Whether it is a Muon, of any library: it or a class that it derives from has "Muon" in its name."""
     return any("Muon" in cls.__name__ for cls in type(unwrapped(optimizer)).__mro__)
 
@@ -98,7 +99,7 @@ class Advisor:
         self._said: set[str] = set()
         self._warn(advice(strategy))
 
-    def before_step(self, optimizer: torch.optim.Optimizer) -> bool:
+    def before_step(self, optimizer: Optimizer) -> bool:
         """Look at the optimizer in its first step, and at the epoch in a late one; return whether it is the first."""
         self._steps += 1
         if self._steps == 1:
@@ -126,7 +127,7 @@ _LOGGED: set[str] = set()
 """The choices that this process has logged."""
 
 
-def log_choice(strategy: Algorithm, comm: Communicator, optimizer: torch.optim.Optimizer | None = None) -> None:
+def log_choice(strategy: Algorithm, comm: Communicator, optimizer: Optimizer | None = None) -> None:
     """Log what was chosen for a user who chose nothing, and for what: on rank 0 alone, each choice once in a process."""
     choice = repr(strategy)
     if comm.rank or choice in _LOGGED:

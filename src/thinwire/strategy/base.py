@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..algorithm import require, required
 from ..average.base import Averager, NamedTensors
@@ -59,6 +60,8 @@ if TYPE_CHECKING:
 class Attachment(ABC):
     """A strategy at work on one model; also a context manager, which detaches at its end."""
 
+    _nonfinite: NonfiniteSteps
+
     @property
     @abstractmethod
     def ledger(self) -> Ledger:
@@ -77,6 +80,11 @@ class Attachment(ABC):
         """
         seconds = self.seconds
         return seconds.get("blocked", seconds.get("wait", 0.0))
+
+    @property
+    def num_skipped(self) -> int:
+        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
+        return self._nonfinite.num_skipped
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -182,11 +190,6 @@ class AveragerAttachment(Attachment):
         """Whether each worker has a model of its own."""
         return self.strategy.models_differ
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
-        return self._nonfinite.num_skipped
-
     def set_epoch(self, epoch: int) -> None:
         """Tell schedules such as `GeometricWarmup` which epoch begins. All workers call it.
 
@@ -285,6 +288,10 @@ class AveragerAttachment(Attachment):
     # ---- what a derived class defines ----
 
     @abstractmethod
+    def attach(self) -> None:
+        """Connect the workers, and set the hooks."""
+
+    @abstractmethod
     def average_model(self, comm: Communicator | None = None) -> AbstractContextManager[None]:
         """Context in which parameters and buffers hold their means over all workers, which enter it together.
 
@@ -330,7 +337,7 @@ class AveragerAttachment(Attachment):
     def _abandon(self, error: BaseException) -> None:
         """Abort what is in flight because of `error`, without waiting for other workers."""
 
-    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def before_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
         if self._comm is not None:
             check.own_process(self._comm)
@@ -341,7 +348,7 @@ class AveragerAttachment(Attachment):
         return self._before_optimizer_step(optimizer, arguments)
 
     @abstractmethod
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
 
     # ---- what a derived class uses ----
@@ -371,7 +378,7 @@ class AveragerAttachment(Attachment):
 
     def _require_elastic(self) -> None:
         require(
-            self.strategy.suits_elastic,
+            self.strategy.has_common_steps,
             f"{self.call}: {self.strategy} needs a fixed number of workers; leave the elastic communicator out",
         )
         self._shards.require_mesh(self.comm.replica)

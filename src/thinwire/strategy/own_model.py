@@ -12,6 +12,7 @@ from weakref import finalize
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..algorithm import require
 from ..comm import Communicator
@@ -53,7 +54,7 @@ class OwnModelAttachment(AveragerAttachment):
         self,
         strategy: Averaging[Attachment],
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Optimizer | None,
         runtime: Runtime,
     ):
         self._ddp, model = unwrapped(self.call, model, runtime.comm, runtime.replicas)
@@ -154,7 +155,7 @@ class OwnModelAttachment(AveragerAttachment):
         self._beside = {id(p): name for name, p in beside}
         BESIDE.update(dict.fromkeys(self._beside, self))
 
-    def warn_beside(self, optimizer: torch.optim.Optimizer, parameters: Iterable[int]) -> None:
+    def warn_beside(self, optimizer: Optimizer, parameters: Iterable[int]) -> None:
         """Called before a step of an optimizer on these parameters, by their `id`, which no strategy averages."""
         names = [self._beside[p] for p in parameters if p in self._beside]
         if not self.is_detached and self.comm.size > 1:
@@ -179,7 +180,7 @@ class OwnModelAttachment(AveragerAttachment):
             return trained_by(self._optimizer)
         return [p for p in self._model.parameters() if p.requires_grad]
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         require(
             optimizer is self._optimizer,
             f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "

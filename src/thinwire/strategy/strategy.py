@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from .. import __version__
 from ..algorithm import Algorithm, require
@@ -95,7 +96,7 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
     def attach(
         self,
         model: nn.Module,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: Optimizer | None = None,
         *,
         comm: Communicator | None = None,
         replicas: Group | None = None,
@@ -108,7 +109,7 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
             not isinstance(model, Algorithm),
             f"the first argument is {model!r}; write the model first, such as attach(model, ..., {model!r})",
         )
-        is_optimizer: bool = isinstance(model, torch.optim.Optimizer)
+        is_optimizer: bool = isinstance(model, Optimizer)
         self._require(
             isinstance(model, nn.Module),
             f"the model must be a module of torch.nn, got {type(model).__name__}"
@@ -118,11 +119,11 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
             not isinstance(optimizer, (Algorithm, str)),
             f"the second argument is the optimizer or None, got {optimizer!r}; write attach(model, optimizer, {optimizer!r})",
         )
-        require_kind("optimizer", optimizer, torch.optim.Optimizer, "one of torch.optim", or_none=True)
+        require_kind("optimizer", optimizer, Optimizer, "one of torch.optim", or_none=True)
         return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
 
     @abstractmethod
-    def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> A_co:
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> A_co:
         """The strategy at work."""
 
     def options(self) -> dict[str, Any]:
@@ -149,12 +150,15 @@ class Averaging(Strategy[A_co]):
     models_differ: ClassVar[bool] = True
     """Whether each worker has a model of its own."""
 
+    sends_again: ClassVar[bool] = False
+    """Whether workers exchange what they have done again, without new steps, after a round was given up."""
+
     def __post_init__(self) -> None:
         super().__post_init__()
         value: object = self.averager
-        got = type(value).__name__ if isinstance(value, (nn.Module, torch.optim.Optimizer)) else repr(value)
+        got = type(value).__name__ if isinstance(value, (nn.Module, Optimizer)) else repr(value)
         got += "; write the model first" if isinstance(value, nn.Module) else ""
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, Optimizer):
             got += "; an optimizer comes right after the model, as in attach(model, optimizer, strategy)"
         got += f"; attach(model, optimizer, {value!r}) takes a strategy" if isinstance(value, Strategy) else ""
         self._require(
@@ -168,24 +172,14 @@ class Averaging(Strategy[A_co]):
         """When workers exchange messages."""
 
     @property
-    def suits_elastic(self) -> bool:
-        """Whether workers may come and go while it trains."""
-        return self.averager.traits.has_rounds
-
-    @property
     def counts_commits(self) -> bool:
         """Whether workers take unequal numbers of steps, and progress is what rounds have merged (`committed_tokens`)."""
         return False
 
     @property
     def has_common_steps(self) -> bool:
-        """Whether all workers take equally many steps between two rounds."""
+        """Whether all workers take equally many steps between two rounds, so that they may come and go."""
         return self.averager.traits.has_rounds and not self.counts_commits
-
-    @property
-    def sends_again(self) -> bool:
-        """Whether workers exchange what they have done again, without new steps, after a round was given up."""
-        return False
 
     def _require_rounds(self) -> None:
         """Check that the averager is one."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from torch import nn
 
@@ -14,15 +14,21 @@ from ..messages import error_text
 from .model.ddp import wrapped_ddp
 from .strategy import Runtime
 
+if TYPE_CHECKING:
+    from .base import AveragerAttachment
+
+A = TypeVar("A", bound="AveragerAttachment")
+
 TELL_SECONDS = 60.0  # for the other workers to come, where they connect first
 
 
-@contextmanager
-def checked_alone(model: nn.Module, runtime: Runtime) -> Iterator[None]:
-    """Context for what a worker checks before it connects; `told_to_others`, where the model may be in DDP."""
+def attach_together(model: nn.Module, runtime: Runtime, make: Callable[[], A]) -> A:
+    """Set what `make` returns to work; the other workers get its errors too."""
     ddp = wrapped_ddp(model)
     with told_to_others(runtime.comm, runtime.replicas if ddp is None else ddp.process_group):
-        yield
+        made = make()
+    made.attach()
+    return made
 
 
 @contextmanager

@@ -7,8 +7,11 @@ back to where the round began. On any other communicator the workers never chang
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
+
+from torch import Tensor
 
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator
@@ -59,6 +62,15 @@ class Transaction:
                 comm.close_round(False)
         return healed
 
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Context of a round's messages. Without those of a worker that has died, an elastic round goes on to its vote."""
+        try:
+            yield
+        except CommunicationError:
+            if not self._comm.is_elastic:
+                raise
+
     def end(self, success: bool) -> bool:
         """Close the round. Returns whether all workers keep its results."""
         if not self._comm.is_elastic:
@@ -67,8 +79,15 @@ class Transaction:
         return self._comm.close_round(success, norm)
 
 
-def go_back(state: Any, saved: dict[str, Any]) -> None:
-    """Go back to the state before a round that was given up. The epoch may have begun meanwhile, and stays."""
-    epoch = state.progress.epoch
-    rewind(state, saved)
-    state.progress = state.progress._replace(epoch=epoch)
+def remember(state: Any, tensors: Iterable[Tensor] = ()) -> Callable[[], None]:
+    """Remember an averager's state and tensors; what is returned goes back to them, after a round that was given up."""
+    saved, pairs = state.state_dict(), [(t, t.clone()) for t in tensors]
+
+    def go_back() -> None:
+        epoch = state.progress.epoch  # it may have begun meanwhile, and stays
+        rewind(state, saved)
+        state.progress = state.progress._replace(epoch=epoch)
+        for t, old in pairs:
+            t.copy_(old)
+
+    return go_back

@@ -1,7 +1,7 @@
 """Conformance suites for your own algorithms: call one in a test of your package.
 
 Each suite checks one algorithm, and raises `AssertionError` with a message if the algorithm breaks its contract. The suites
-need only PyTorch, so they work with any test runner. `gossip_in_lockstep` runs thousands of rounds of a gossip averager.
+need only PyTorch, so they work with any test runner.
 """
 
 from .attacks import check_robust
@@ -11,7 +11,6 @@ from .codec import check_codec, check_encoding, check_traits
 from .communicator import check_communicator
 from .exchange import check_exchange
 from .fuzz import fuzz_codec
-from .lockstep import gossip_in_lockstep
 from .memory import check_memory
 from .rule import check_rule
 from .topology import check_topology
@@ -29,5 +28,4 @@ __all__ = [
     "check_topology",
     "check_traits",
     "fuzz_codec",
-    "gossip_in_lockstep",
 ]

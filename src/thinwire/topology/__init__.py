@@ -8,7 +8,7 @@ from .draw import draw
 from .edges import DirectedGraph, Graph, from_networkx
 from .mixing_matrix import MixingMatrix
 from .named import DavisSouthernWomen, Hypercube, Star, Torus
-from .properties import describe, properties
+from .properties import describe
 from .random_graphs import ErdosRenyi, WattsStrogatz
 from .random_pairs import RandomPairs
 
@@ -37,6 +37,5 @@ __all__ = [
     "WattsStrogatz",
     "describe",
     "draw",
-    "properties",
     "from_networkx",
 ]

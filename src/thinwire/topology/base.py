@@ -194,10 +194,6 @@ class Topology(Algorithm, ABC):
         """
         return self
 
-    def is_column_stochastic(self, size: int) -> bool:
-        """Whether every column of P sums to one at every step, so that the sum over workers is kept."""
-        return all(_is_one(own.self_weight, own.sends) for own in self._everyone(size))
-
     def is_doubly_stochastic(self, size: int) -> bool:
         """Whether every column and every row sums to one at every step: plain gossip then converges to the mean."""
         return all(

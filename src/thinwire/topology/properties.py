@@ -1,10 +1,9 @@
-"""Facts about a topology of a given size, as values and as lines to print."""
+"""Facts about a topology of a given size, as lines to print, and the weights of its edges."""
 
 from __future__ import annotations
 
 from collections import Counter
 from math import inf, log
-from typing import Any
 
 from .base import Topology
 from .compose import links_of
@@ -24,52 +23,10 @@ def edge_weights(topology: Topology, step: int, size: int) -> dict[tuple[int, in
     return {edge: (sent.get(edge), received.get(edge)) for edge in sorted(sent.keys() | received.keys())}
 
 
-def properties(topology: Topology, size: int) -> dict[str, Any]:
-    """The properties of a topology on `size` workers, as plain values.
-
-    `steps_per_tenfold` is the number of steps that make the disagreement ten times smaller in the long run,
-    `ln 10 / -ln(1 - spectral_gap)`; 0 where one period reaches the mean exactly. Peers are those that a
-    worker sends to in a step; in a hierarchy, those that it sends to as the leader of its node.
-
-    Raises ValueError where the topology cannot connect `size` workers.
-
-    Example:
-        >>> from thinwire.topology import Ring
-        >>> properties(Ring(), size=8)["max_peers"]
-        2
-    """
-    num_peers = [count for step in topology.steps(size) for count in _num_peers(topology, step, size)]
-    gap = topology.spectral_gap(size)
-    return {
-        "topology": repr(topology),
-        "workers": size,
-        "period_steps": topology.period(size),
-        "min_peers": min(num_peers),
-        "max_peers": max(num_peers),
-        "messages_per_step": sum(num_peers) * size / len(num_peers),
-        "directed": topology.is_directed(size),
-        "symmetric": topology.is_symmetric(size),
-        "column_stochastic": topology.is_column_stochastic(size),
-        "doubly_stochastic": topology.is_doubly_stochastic(size),
-        "spectral_gap": gap,
-        "steps_per_tenfold": _steps_per_tenfold(gap),
-    }
-
-
-def _num_peers(topology: Topology, step: int, size: int) -> list[int]:
-    senders = Counter(sender for sender, _ in links_of(topology, step, size)[0])
-    return [senders[rank] for rank in range(size)]
-
-
-def _steps_per_tenfold(gap: float) -> float:
-    if gap >= 1.0:
-        return 0.0
-    return log(10.0) / -log(1.0 - gap) if gap > 0.0 else inf
-
-
 def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
     """The properties of a topology as pairs (name, value), in words.
 
+    Peers are those that a worker sends to in a step; in a hierarchy, those that it sends to as the leader of its node.
     Raises ValueError where the topology cannot connect `size` workers.
 
     Example:
@@ -85,24 +42,29 @@ def describe(topology: Topology, size: int) -> list[tuple[str, str]]:
         spectral gap         1
         agreement            exact after 4 steps
     """
-    known = properties(topology, size)
-    period = known["period_steps"]
-    low, high = known["min_peers"], known["max_peers"]
+    num_peers = [count for step in topology.steps(size) for count in _num_peers(topology, step, size)]
+    low, high, period, gap = min(num_peers), max(num_peers), topology.period(size), topology.spectral_gap(size)
     time = "static" if period == 1 else f"repeats every {period} steps"
-    sums = "doubly stochastic" if known["doubly_stochastic"] else "column-stochastic (use push-sum)"
+    sums = "doubly stochastic" if topology.is_doubly_stochastic(size) else "column-stochastic (use push-sum)"
     return [
-        ("topology", known["topology"]),
+        ("topology", repr(topology)),
         ("workers", str(size)),
-        ("graph", f"{'directed' if known['directed'] else 'undirected'}, {time}"),
+        ("graph", f"{'directed' if topology.is_directed(size) else 'undirected'}, {time}"),
         ("peers per step", str(low) if low == high else f"{low} to {high}"),
-        ("messages per step", f"{known['messages_per_step']:g}"),
-        ("mixing matrix", f"{sums}, {'symmetric' if known['symmetric'] else 'not symmetric'}"),
-        ("spectral gap", f"{known['spectral_gap']:.6g}"),
-        ("agreement", _agreement(known["spectral_gap"], known["steps_per_tenfold"], period)),
+        ("messages per step", f"{sum(num_peers) * size / len(num_peers):g}"),
+        ("mixing matrix", f"{sums}, {'symmetric' if topology.is_symmetric(size) else 'not symmetric'}"),
+        ("spectral gap", f"{gap:.6g}"),
+        ("agreement", _agreement(gap, period)),
     ]
 
 
-def _agreement(gap: float, steps: float, period: int) -> str:
+def _num_peers(topology: Topology, step: int, size: int) -> list[int]:
+    senders = Counter(sender for sender, _ in links_of(topology, step, size)[0])
+    return [senders[rank] for rank in range(size)]
+
+
+def _agreement(gap: float, period: int) -> str:
+    """How fast workers agree: in the long run the disagreement shrinks by `1 - gap` a step."""
     if gap >= 1.0:
         return f"exact after {period} step{'s' * (period > 1)}"
-    return f"ten times closer every {steps:.3g} steps"
+    return f"ten times closer every {log(10.0) / -log(1.0 - gap) if gap > 0.0 else inf:.3g} steps"

@@ -14,9 +14,10 @@ from ...algorithm import require
 from ...clock import Clock
 from ...codec import Key
 from ...comm import Communicator
-from ...membership import State, config, nested, pending, restart, shared
+from ...membership import config, nested, pending, restart
 from ...schedule import Progress
 from ...topology import Topology
+from ..base import AveragerState
 from .layout import FlatLayout
 from .values import Apply, Parts
 
@@ -46,7 +47,7 @@ def add_differences(own: Tensor, theirs: list[Tensor], weights: list[float], own
 
 
 @dataclass
-class GossipState(State):
+class GossipState(AveragerState):
     """What changes while an averager gossips.
 
     Attributes:
@@ -57,9 +58,7 @@ class GossipState(State):
         step_control: the state of step sizes that follow from what workers measure, with `diagnostics`;
             None if they are numbers.
         weight: push-sum's w, 1.0 for all others. The estimate of the mean is `tensors / weight`.
-        progress: rounds begun, and the epoch as the training loop counts it.
         in_flight: whether a round has begun and has not been waited for.
-        finite: whether this worker's part of the round was finite.
     """
 
     layout: FlatLayout = config()
@@ -68,10 +67,7 @@ class GossipState(State):
     memory: Any = nested(default=None)
     step_control: Any = restart(default=None)
     weight: float = restart(value=1.0, default=1.0)
-    progress: Progress = shared(default=Progress())
     in_flight: bool = pending(default=False)
-    finite: kernels.Flag = pending(default=True)
-    clock: Clock = config(default_factory=Clock)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, keyed by tensor name. Workers differ, so each saves its own.

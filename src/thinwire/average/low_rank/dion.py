@@ -21,36 +21,29 @@ import torch
 from torch import Tensor
 
 from ... import kernels
-from ...clock import Clock
 from ...comm import Communicator, Handle
-from ...membership import State, config, own, pending, shared
+from ...membership import config, own, pending, shared
 from ...options import require_integer, require_number
-from ...schedule import Progress
-from ..base import Averager, NamedTensors, check_agreement
+from ..base import Averager, AveragerState, NamedTensors, check_agreement
 from ..traits import AveragerTraits
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
 @dataclass
-class DionState(State):
+class DionState(AveragerState):
     """What changes while `Dion` runs.
 
     Attributes:
         seed: the seed of all random numbers of the run.
         momentum: M (n, m) of each matrix, unscaled.
         q: Q' (r, m) of each matrix.
-        progress: rounds so far, and the epoch as the training loop counts it.
-        finite: whether all results of the round so far were finite.
         pending: what M and Q' become at `commit`.
     """
 
     seed: int = config()
     momentum: dict[str, Tensor] = own()
     q: dict[str, Tensor] = shared()
-    progress: Progress = shared(default=Progress())
-    finite: kernels.Flag = pending(default=True)
     pending: dict[str, tuple[Tensor, Tensor]] = pending(default_factory=dict)
-    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True, repr=False)

@@ -28,13 +28,12 @@ from torch import Tensor
 
 from ... import kernels
 from ...algorithm import require
-from ...clock import Clock
 from ...comm import Communicator, Handle
-from ...membership import Form, State, check_state, config, copied, nested, pending, require_names, shared
+from ...membership import Form, check_state, config, copied, nested, pending, require_names, shared
 from ...memory import ErrorFeedback, Memory
 from ...options import require_integer
-from ...schedule import Progress, Schedule, resolve
-from ..base import Averager, NamedTensors, check_agreement, copy_changed, result_buffers
+from ...schedule import Schedule, resolve
+from ..base import Averager, AveragerState, NamedTensors, check_agreement, copy_changed, result_buffers
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
@@ -48,7 +47,7 @@ def _load_q(state: PowerSGDState, q: dict[str, Tensor], saved: Mapping[str, Tens
 
 
 @dataclass
-class PowerSGDState(State):
+class PowerSGDState(AveragerState):
     """What changes while `PowerSGD` runs.
 
     Attributes:
@@ -56,17 +55,12 @@ class PowerSGDState(State):
         q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
         memory: the state of `PowerSGD.memory`; None without a memory.
         pending_q: Q' of this round.
-        progress: rounds so far, and the epoch as the training loop counts it.
-        finite: whether all results of the round so far were finite.
     """
 
     seed: int = config()
     q: dict[str, Tensor] = shared(form=Form(lambda state, q: copied(q), _load_q))
     memory: Any = nested()
     pending_q: dict[str, Tensor] = pending(default_factory=dict)
-    progress: Progress = shared(default=Progress())
-    finite: kernels.Flag = pending(default=True)
-    clock: Clock = config(default_factory=Clock)
 
 
 @dataclass(frozen=True)

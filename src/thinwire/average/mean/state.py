@@ -11,13 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...clock import Clock
 from ...codec import AdaptiveCodec, Codec
 from ...codec.adaptive.base import UNKNOWN
 from ...comm import Communicator
-from ...kernels import Flag
-from ...membership import State, agreed, config, nested, pending, shared
-from ...schedule import Progress
+from ...membership import agreed, config, nested, pending
+from ..base import AveragerState
 from ..robust.record import RuleState
 from .exchange.base import Observe, PendingExchange, Shares
 from .exchange.scatter_reduce import OwnerMemory, ScatterReduce, Whole
@@ -25,7 +23,7 @@ from .line_meter import LineMeter, SentMessage
 
 
 @dataclass
-class MeanState(State):
+class MeanState(AveragerState):
     """The state of `Mean`: what rounds change, and the exchange that `init` chose.
 
     Attributes:
@@ -40,8 +38,6 @@ class MeanState(State):
         codec_before: a copy from before this round's update of it, in case the round is discarded.
         meter: what this worker sees of the line, where the codec follows it.
         flights: the exchanges that were begun and not yet finished, in their order.
-        progress: rounds so far, and the epoch as the training loop counts it.
-        finite: whether all results of the round so far were finite.
         rule: what `Mean.rule` remembers; None without a rule.
         was_not_finite: whether this worker's message was left out of the round, so that its memory must not change.
     """
@@ -57,11 +53,8 @@ class MeanState(State):
     codec_before: Any = pending(default=None)
     meter: LineMeter = pending(default_factory=LineMeter)
     flights: list[PendingExchange] = pending(default_factory=list)
-    progress: Progress = shared(default=Progress())
-    finite: Flag = pending(default=True)
     rule: RuleState | None = nested(default=None)
     was_not_finite: bool = pending(default=False)
-    clock: Clock = config(default_factory=Clock)
 
     def codec_of(self, codec: Codec, tensors: Sequence[tuple[str, Tensor]]) -> Codec:
         """The part of a codec with `by_layer` that encodes these tensors, which are some of those of `init`."""

@@ -1,7 +1,8 @@
 """Mixtures of truncated normal distributions: the model of normalised gradient coordinates.
 
 All formulas are float64 and in closed form. They use `erf` and `exp`, scaled where the plain ones would cancel (see
-`gaussian_integrals`). A standard deviation is at least 1e-12, which is close to a point mass.
+`gaussian_integrals`). A standard deviation is at least 1e-12, which is close to a point mass, and at most 1e3, which is close
+to a uniform density. Coordinates that are divided by their bucket's norm have means in [-1, 1] and deviations up to 1.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
-from .gaussian_integrals import interval_integrals
+from .gaussian_integrals import SQRT_2PI, spread, tail
 
-POINT_MASS = 1e-12
+POINT_MASS, WIDEST = 1e-12, 1e3
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,7 +25,7 @@ class TruncatedNormalMixture:
 
     Args:
         weights: float64 `[K]`, not negative, not all zero; they are scaled to sum to 1. Components of zero weight are dropped.
-        means, stds: float64 `[K]`, before truncation; `stds >= 0`, and a mean may lie outside [-1, 1].
+        means, stds: float64 `[K]`, before truncation; `stds >= 0`. A mean outside of [-1, 1] counts as the nearer end.
 
     Raises:
         ValueError: for numbers that are negative where they must not be or not finite, or weights that are all zero.
@@ -52,20 +53,15 @@ class TruncatedNormalMixture:
         )
         kept = weights > 0
         weights = weights[kept] / weights.max()  # first by the largest, so that the sum cannot overflow
-        scaled = {"weights": weights / weights.sum(), "means": means[kept], "stds": stds[kept].clamp(min=POINT_MASS)}
-        for name, value in scaled.items():
+        means, stds = means[kept].clamp(-1, 1), stds[kept].clamp(POINT_MASS, WIDEST)
+        for name, value in {"weights": weights / weights.sum(), "means": means, "stds": stds}.items():
             object.__setattr__(self, name, value)
 
     @cached_property
-    def anchor(self) -> Tensor:
-        """The mode of each component: the point of [-1, 1] nearest to its mean."""
-        return self.means.clamp(-1, 1)
-
-    @cached_property
     def mass(self) -> Tensor:
-        """The integral of each component over [-1, 1], relative to its value at the mode."""
-        one = torch.ones((), dtype=torch.float64, device="cpu")
-        return interval_integrals(-one, one, self.means, self.stds, self.anchor).mass
+        """The integral of each component over [-1, 1], relative to its value at the mean: all of it less the tails."""
+        below, above = (tail((end - self.means).abs() / self.stds) for end in (-1.0, 1.0))
+        return self.stds * (SQRT_2PI - below - above)
 
     def quantization_variance(self, levels: Tensor) -> Tensor:
         r"""Expected squared error of unbiased stochastic rounding to `levels`.
@@ -80,6 +76,6 @@ class TruncatedNormalMixture:
             Psi, of the shape of `levels` without its last axis. Relative error: 1e-10.
         """
         levels = levels.to(torch.float64).unsqueeze(-2)
-        of_components = (t.unsqueeze(-1) for t in (self.means, self.stds, self.anchor))
-        spread = interval_integrals(levels[..., :-1], levels[..., 1:], *of_components).spread
-        return (spread.sum(dim=-1) / self.mass) @ self.weights
+        means, stds = self.means.unsqueeze(-1), self.stds.unsqueeze(-1)
+        spreads = spread(levels[..., :-1], levels[..., 1:], means, stds)
+        return (spreads.sum(dim=-1) / self.mass) @ self.weights

@@ -16,7 +16,7 @@ from ...kernels import Flag
 from ..base import Codec
 from ..quantize.even_levels import EvenLevelsOfEach
 from ..traits import Traits
-from ..types import Key, Selection, Size, as_list
+from ..types import Keys, Selection, Sizes, as_list
 from .groups import CodecGroup, split_groups
 
 
@@ -65,9 +65,7 @@ class PerLayer(Codec):
         for group, (part,) in self._split([payload], outs):
             group.codec.decode_add_segments(part, group.codec.seen(group.of(outs)), weight, [])
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.flags.all_of(
             [
                 group.codec.decode_sum_segments(parts, group.codec.seen(group.of(outs)), weight, [])
@@ -79,9 +77,7 @@ class PerLayer(Codec):
         self._check_number(sizes)
         return sum(group.nbytes(sizes) for group in self._groups)
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection | None:
+    def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection | None:
         """The positions that a payload carries, all of a segment where its codec sends all; None if every codec does."""
         sizes = as_list(size)
         self._check_number(sizes)

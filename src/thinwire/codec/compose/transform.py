@@ -29,7 +29,7 @@ from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ...options import require_integer
 from ..traits import Traits
-from ..types import Key, as_list
+from ..types import Keys, Tensors, as_list
 from .groups import CodecGroup, split_groups
 from .wrapper import Wrapper
 
@@ -196,11 +196,7 @@ class Transformed(Wrapper):
             out.add_(part, alpha=weight)
 
     def decode_mean(
-        self,
-        payloads: Sequence[Tensor],
-        out: Tensor | Sequence[Tensor],
-        weight: float = 1.0,
-        key: Key | Sequence[Key] | None = None,
+        self, payloads: Sequence[Tensor], out: Tensors, weight: float = 1.0, key: Keys | None = None
     ) -> Flag:
         outs = as_list(out)
         self._check_decoding(payloads, outs)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -92,9 +91,7 @@ class Cast(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.cast.decode_add(payload, outs, weight, self.dtype)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.cast.decode_sum(payloads, outs, weight, self.dtype)
 
     def segments_nbytes(self, numels: list[int]) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -30,9 +29,7 @@ class _SignCodec(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.sign.decode_add(payload, outs, weight)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.sign.decode_sum(payloads, outs, weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
@@ -150,9 +147,7 @@ class OneBit(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.onebit.decode_add(payload, outs, weight, self.bucket_size)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.onebit.decode_sum(payloads, outs, weight, self.bucket_size)
 
     def segments_nbytes(self, numels: list[int]) -> int:

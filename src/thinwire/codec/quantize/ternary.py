@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -94,9 +93,7 @@ class TernGrad(AgreedCodec):
         scales, digits = self._parts_of(payload, outs)
         kernels.ternary.decode_add(digits, scales, outs, weight, self._packing)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         scales, digits = zip(*(self._parts_of(payload, outs) for payload in payloads), strict=True)
         return kernels.ternary.decode_sum(digits, scales, outs, weight, self._packing)
 
@@ -148,9 +145,7 @@ class SharedTernary(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         kernels.ternary.decode_add(payload, self.scales, outs, weight, self._packing)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         return kernels.ternary.decode_sum(payloads, [self.scales] * len(payloads), outs, weight, self._packing)
 
     def segments_nbytes(self, numels: list[int]) -> int:

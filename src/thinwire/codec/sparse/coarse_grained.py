@@ -16,7 +16,7 @@ from ..agreed_codec import AgreedCodec
 from ..base import Codec
 from ..dense.cast import Identity
 from ..traits import Traits
-from ..types import Key, Selection, Size, as_list
+from ..types import Keys, Selection, Size, Sizes, as_list
 from .base import Sparsifier, check_ratio
 from .payload import SparseParts
 from .top_k import TopK, num_kept
@@ -89,9 +89,7 @@ class CoarseGrainedTopK(AgreedCodec):
         chunks: tuple[Tensor, ...] = kernels.select.topk(parts, counts)[0].split(counts)
         return chunks
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
+    def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
         sizes = as_list(size)
         nbytes = self.values_nbytes([n if isinstance(n, int) else n.numel() for n in sizes])
@@ -134,9 +132,7 @@ class AgreedChunks(Codec):
 
     traits = Traits(sum_dtype=torch.float32)
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
+    def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
         return _support(self, payload, payload.numel(), as_list(size))
 

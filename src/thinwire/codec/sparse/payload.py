@@ -17,7 +17,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
-from ..types import Key, Selection, Size, as_list
+from ..types import Keys, Selection, Sizes, as_list
 
 # `base` imports this module.
 if TYPE_CHECKING:
@@ -31,9 +31,7 @@ class SparseCodec(Codec):
     def selector_and_values(self) -> tuple[Sparsifier, Codec]:
         """Who selects coordinates and codes their positions, and who carries their values."""
 
-    def support(
-        self, payload: Tensor, size: Size | Sequence[Size], key: Key | Sequence[Key] | None = None
-    ) -> Selection:
+    def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection:
         """The positions that a payload carries; values are empty.
 
         Raises:
@@ -61,9 +59,7 @@ class SparseCodec(Codec):
         (kept,) = self._read([payload], outs, keys)
         kernels.scatter.add(outs, kept.indices, kept.values, kept.counts, weight)
 
-    def decode_sum_segments(
-        self, payloads: Sequence[Tensor], outs: list[Tensor], weight: float, keys: list[int]
-    ) -> Flag:
+    def decode_sum_segments(self, payloads: list[Tensor], outs: list[Tensor], weight: float, keys: list[int]) -> Flag:
         """Only elements in a payload are checked to be finite, because all others are zero."""
         indices, values, counts = zip(*self._read(payloads, outs, keys), strict=True)
         return kernels.scatter.total(outs, indices, values, counts, weight)

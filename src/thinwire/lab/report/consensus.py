@@ -51,7 +51,7 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
     for run in runs:
         name = re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", run[0]["averager"])
         by_averager.setdefault(name, []).append(run)
-    chosen = {}
+    chosen: dict[str, Sequence[Row]] = {}
     for name, tried in by_averager.items():
         run = best(tried, target)
         step_size = run[0].get("step_size")

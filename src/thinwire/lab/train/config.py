@@ -249,7 +249,7 @@ class RunConfig:
             f"workers of {strategy!r} take blocks of data as fast as they are, in one order; leave split and data.in_order out",
         )
         require(
-            strategy.suits_elastic or not self.elastic,
+            strategy.has_common_steps or not self.elastic,
             f"{strategy!r} needs a fixed number of workers; leave --elastic out",
         )
         return strategy

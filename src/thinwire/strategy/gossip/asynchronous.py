@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...average.base import NamedTensors
 from ...average.gossip.pairwise import Pairwise
@@ -24,7 +25,7 @@ from ...options import require_integer, require_kind
 from ..model.models import refuse_shards
 from ..own_model import OwnModelAttachment
 from ..strategy import Averaging, Rhythm, Runtime
-from ..told import checked_alone
+from ..told import attach_together
 from .pairwise_exchange import PairwiseExchange
 
 
@@ -39,9 +40,7 @@ class AsynchronousGossip(OwnModelAttachment):
     """The thread does the rest."""
     strategy: Asynchronous
 
-    def __init__(
-        self, strategy: Asynchronous, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
-    ):
+    def __init__(self, strategy: Asynchronous, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime):
         refuse_shards(self.call, model)
         super().__init__(strategy, model, optimizer, runtime)
         self._has_raised = False
@@ -201,21 +200,16 @@ class Asynchronous(Averaging[AsynchronousGossip]):
         """Messages fly at any time."""
         return Rhythm(delay=1)
 
-    def _attached(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
-    ) -> AsynchronousGossip:
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> AsynchronousGossip:
         self._require(
             runtime.replicas is None, "replicas are of sharded models, whose shards must be averaged at the same step"
         )
-        with checked_alone(model, runtime):
-            attachment = AsynchronousGossip(self, model, optimizer, runtime)
-        attachment.attach()
-        return attachment
+        return attach_together(model, runtime, lambda: AsynchronousGossip(self, model, optimizer, runtime))
 
 
 def gossip_asynchronously(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     averager: Pairwise | None = None,
     *,
     comm: Communicator | None = None,

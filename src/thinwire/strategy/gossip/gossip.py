@@ -8,15 +8,15 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...average.base import Averager
 from ...codec import Codec
 from ...comm import Communicator, Group
 from ...options import require_choice, require_integer
 from ..strategy import Averaging, Rhythm, Runtime
-from ..told import checked_alone
+from ..told import attach_together
 from .steps import ParameterGossip
 
 ORDERS = ("combine_then_adapt", "adapt_then_combine")
@@ -132,16 +132,13 @@ class Gossip(Averaging[ParameterGossip]):
         steps = self.staleness + 1 if self.combines_first else self.staleness
         return Rhythm(every=steps, delay=steps)
 
-    def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> ParameterGossip:
-        with checked_alone(model, runtime):
-            attachment = ParameterGossip(self, model, optimizer, runtime)
-        attachment.attach()
-        return attachment
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> ParameterGossip:
+        return attach_together(model, runtime, lambda: ParameterGossip(self, model, optimizer, runtime))
 
 
 def gossip_parameters(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     averager: Averager,
     *,
     comm: Communicator | None = None,

@@ -38,7 +38,7 @@ from ...streams import WorkStream, has_streams, refuse_capture
 from ..flight import Flight
 from ..model.live_parameters import LiveParameters
 from ..model.shards import Replica
-from ..transaction import Transaction, go_back
+from ..transaction import Transaction, remember
 
 
 @dataclass
@@ -82,7 +82,7 @@ class ParameterRounds:
         self._work, self._device, self.state.clock.device = WorkStream(device), device, device
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
-        self._before: dict[str, Any] = {}  # the averager's state before the elastic round in flight
+        self._go_back: Callable[[], None] = lambda: None  # to the averager's state before the elastic round in flight
         self._is_biased = False
         self.transaction: Transaction
 
@@ -108,22 +108,16 @@ class ParameterRounds:
         if not self.comm.in_round:  # this step has had no forward pass in training mode
             return
         self.comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
-        tensors, is_elastic = self.live.tensors(), self.comm.is_elastic
+        tensors, has_all = self.live.tensors(), False
         # Only an elastic round can be given up, so only it needs copies.
-        before, saved = ([p.clone() for _, p in tensors], self.state.state_dict()) if is_elastic else ([], {})
-        try:
+        go_back = remember(self.state, [p for _, p in tensors]) if self.comm.is_elastic else lambda: None
+        with self.transaction.attempt():
             self.averager.step(self.state, tensors, self.comm).wait()
             has_all = True
-        except CommunicationError:
-            if not is_elastic:
-                raise
-            has_all = False
         if self.transaction.end(has_all):
             self._commit()
-            return
-        go_back(self.state, saved)
-        for (_, p), old in zip(tensors, before, strict=True):
-            p.copy_(old)
+        else:
+            go_back()
 
     def begin(self) -> None:
         """Send the parameters as they are now."""
@@ -131,7 +125,7 @@ class ParameterRounds:
         self.to_biased()
         self.comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
         if self.comm.is_elastic:
-            self._before = self.state.state_dict()
+            self._go_back = remember(self.state)
         start = self._start_on_copies if has_streams(self._device) else self._start_in_place
         try:
             arrive = start()
@@ -193,16 +187,12 @@ class ParameterRounds:
     def _committed(self) -> Callable[[NamedTensors], None] | None:
         """Wait for the round in flight. What is returned adds its change; None if the round was given up."""
         assert self._flight is not None
-        try:
-            with self.state.clock("blocked"):
-                add_change = self._flight.wait()
-        except CommunicationError:
-            if not self.comm.is_elastic:
-                raise
-            add_change = None
+        add_change = None
+        with self.transaction.attempt(), self.state.clock("blocked"):
+            add_change = self._flight.wait()
         if self.transaction.end(add_change is not None):
             return add_change
-        go_back(self.state, self._before)
+        self._go_back()
         self._flight = None
         return None
 

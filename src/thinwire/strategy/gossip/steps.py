@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
@@ -39,7 +40,7 @@ class ParameterGossip(OwnModelAttachment):
     averager: Averager
     _record: RoundsState
 
-    def __init__(self, strategy: Gossip, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
+    def __init__(self, strategy: Gossip, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         _require_exact(strategy.averager, self.parameters)
 

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary, finalize, ref
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from ...algorithm import require, required
 from ...average.base import Averager, NamedTensors
@@ -56,6 +57,7 @@ class GradientCompression(AveragerAttachment):
         strategy: the configuration.
         model: a module, or one in DDP.
         runtime: without a communicator and replicas, the workers are those of DDP, or all.
+        optimizer: one that will step on the model, to check before the first step.
     """
 
     call = "Gradients"
@@ -64,7 +66,7 @@ class GradientCompression(AveragerAttachment):
     strategy: Gradients
     averager: Averager
 
-    def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime):
+    def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime, optimizer: Optimizer | None = None):
         ddp, module = unwrapped(self.call, model, runtime.comm, runtime.replicas)
         self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(strategy, module, trainable(module, self._ignored), runtime)
@@ -82,6 +84,8 @@ class GradientCompression(AveragerAttachment):
             f"{self.call}: bucket_bytes={strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has buckets "
             "of its own; give it bucket_cap_mb",
         )
+        if optimizer is not None:
+            self.check_optimizer(optimizer)
 
     @property
     def codec(self) -> Codec | None:
@@ -107,7 +111,7 @@ class GradientCompression(AveragerAttachment):
         mistake = "this model is in DistributedDataParallel: call no_sync() of the DDP model instead"
         return required(self._buckets, mistake).no_sync()
 
-    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer(self, optimizer: Optimizer) -> None:
         """Check that momentum is applied once: by the averager, as in `tw.dgc`, or by the optimizer.
 
         Each step of an optimizer over these parameters checks it too; this call checks before the first step.
@@ -207,12 +211,12 @@ class GradientCompression(AveragerAttachment):
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
 
-    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         self._check_unchanged()
         self.check_optimizer(optimizer)
         return once_gradients_are_there(arguments, lambda: self._drop_if_nonfinite(optimizer))
 
-    def _drop_if_nonfinite(self, optimizer: torch.optim.Optimizer) -> None:
+    def _drop_if_nonfinite(self, optimizer: Optimizer) -> None:
         """Remove the gradients, so that optimizers leave parameters, momentum and step counts as they are."""
         if self._rounds is not None and self._rounds.skips:
             for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):

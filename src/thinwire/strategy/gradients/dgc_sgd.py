@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...algorithm import require
 
 
-class DGCSGD(torch.optim.Optimizer):
+class DGCSGD(Optimizer):
     """Gradient descent for gradients that contain momentum already; only its weight decay has a momentum buffer.
 
     With the averaged result g of `tw.dgc`, weights w and decay d = weight_decay * w:
@@ -80,7 +81,7 @@ class DGCSGD(torch.optim.Optimizer):
 
 
 def check_optimizer(
-    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor], momentum_of_averager: float | None = None
+    optimizer: Optimizer, parameters: Sequence[Tensor], momentum_of_averager: float | None = None
 ) -> None:
     """Raise a ValueError if `optimizer` applies momentum of its own to any of `parameters`.
 

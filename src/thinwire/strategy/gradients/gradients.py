@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...average.base import Averager
 from ...average.mean.mean import Mean
@@ -21,7 +22,7 @@ from ...options import require_integer
 from ..advice import FOR_MUON, is_muon, log_choice
 from ..model.ddp import refuse_ddp, wrapped_ddp
 from ..strategy import Averaging, Rhythm, Runtime
-from ..told import checked_alone
+from ..told import attach_together
 from .compression import GradientCompression, ddp_hook
 
 
@@ -33,7 +34,7 @@ def num_workers(model: nn.Module, comm: Communicator | None, replicas: Group | N
     return num_ranks(replicas if ddp is None else ddp.process_group)
 
 
-def default_averager(workers: int | None, optimizer: torch.optim.Optimizer | None = None) -> Averager:
+def default_averager(workers: int | None, optimizer: Optimizer | None = None) -> Averager:
     """What averages the gradients of a user who names no averager: unbiased, without memory, at least 3 times fewer bytes.
 
     A single worker sends nothing: it stays dense, as compression would cost it time and accuracy for nothing.
@@ -129,15 +130,8 @@ class Gradients(Averaging[GradientCompression]):
         """A round in every backward pass."""
         return Rhythm(in_backward=True)
 
-    def _attached(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
-    ) -> GradientCompression:
-        with checked_alone(model, runtime):
-            attachment = GradientCompression(self, model, runtime)
-            if optimizer is not None:
-                attachment.check_optimizer(optimizer)
-        attachment.attach()
-        return attachment
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> GradientCompression:
+        return attach_together(model, runtime, lambda: GradientCompression(self, model, runtime, optimizer))
 
 
 def compress_gradients(

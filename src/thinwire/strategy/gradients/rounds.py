@@ -30,7 +30,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
-from ...comm import CommunicationError, Communicator, Handle
+from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, refuse_capture
 from ..model.shards import Replica
 from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
@@ -180,13 +180,9 @@ class GradientRounds:
         if order is not None:
             tensors.sort(key=lambda pair: order[pair[0]])
         handle = None
-        try:
-            if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
-                with self._work.after_caller():
-                    handle = self._averager.step(self._state, tensors, self._comm, self._scale)
-        except CommunicationError:
-            if not self._comm.is_elastic:
-                raise
+        if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
+            with self._transaction.attempt(), self._work.after_caller():
+                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
         if handle is None:
             self._is_broken = True
             for _, future, buffer in held:
@@ -247,12 +243,10 @@ class GradientRounds:
 
     def _take(self, task: Handle) -> None:
         """Wait for a task; a worker that has died breaks an elastic round only."""
-        try:
+        with self._transaction.attempt():
             task.wait()
-        except CommunicationError:
-            if not self._comm.is_elastic:
-                raise
-            self._is_broken = True
+            return
+        self._is_broken = True
 
     def _vote(self) -> None:
         """Commit the round if all workers have it; else go back to where it began."""

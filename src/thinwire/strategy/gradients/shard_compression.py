@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ... import debug
 from ...algorithm import require
@@ -87,11 +88,6 @@ class ShardCompression(Attachment):
         """Wall-clock seconds so far by phase: encode, wait, decode."""
         return self.clock.seconds
 
-    @property
-    def num_skipped(self) -> int:
-        """Number of steps that this handle has skipped because they were not finite. It is no part of `state_dict`."""
-        return self._nonfinite.num_skipped
-
     def state_dict(self) -> dict[str, Any]:
         """How many steps each module has made, from which random numbers follow. The same on all workers."""
         return {wire.name: wire.step for wire in self._wires}
@@ -121,7 +117,7 @@ class ShardCompression(Attachment):
 
     # ---- steps that are not finite ----
 
-    def before_step(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def before_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Called by the hook of `attached.py` before each step of an optimizer over these parameters."""
         if self._own_gradients is None:
             self._shards.connect_replica()
@@ -300,9 +296,7 @@ class Shards(Strategy[ShardCompression]):
             "size of the whole model; use an unbiased codec, such as QSGD(bits=4)",
         )
 
-    def _attached(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime
-    ) -> ShardCompression:
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> ShardCompression:
         alone = runtime.comm is None and runtime.replicas is None and runtime.layout is None
         require(alone, f"{CALL}: it communicates over the model's mesh; leave comm, replicas and layout out")
         return ShardCompression(self, model, runtime.seed)

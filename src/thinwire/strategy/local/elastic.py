@@ -19,7 +19,7 @@ from torch import Tensor
 from ...average.base import Averager
 from ...comm import CommunicationError
 from ..model.shards import Replica
-from ..transaction import Transaction, go_back
+from ..transaction import Transaction, remember
 from .fragments import Fragment
 
 
@@ -51,14 +51,11 @@ class ElasticExchanges:
         tensors: list[Tensor] = [*fragment.changes, *fragment.pulled]
         if not self.averager.traits.gives_one_mean:  # gossip moves the anchors themselves
             tensors += [anchor.detach() for _, anchor in fragment.anchors]
-        pairs = [(t, t.clone()) for t in tensors]
-        state, statistics = fragment.state.state_dict(), copy.deepcopy(fragment.statistics)
+        go_back, statistics = remember(fragment.state, tensors), copy.deepcopy(fragment.statistics)
 
         def undo() -> None:
-            go_back(fragment.state, state)
+            go_back()
             fragment.statistics = statistics
-            for t, old in pairs:
-                t.copy_(old)
 
         fragment.undo = undo
 

@@ -9,22 +9,22 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, ClassVar
 
-import torch
 from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ...average.base import Averager
 from ...comm import Communicator, Group
 from ...options import require_integer, require_kind, require_number
 from ..strategy import Averaging, Rhythm, Runtime
-from ..told import checked_alone
+from ..told import attach_together
 from .fragments import Fragments
 from .inverse_norm import InverseNorm
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
 from .rounds import LocalUpdates
 
-OuterOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer | LRScheduler]
+OuterOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer | LRScheduler]
 
 
 @dataclass(frozen=True, repr=False)
@@ -195,11 +195,6 @@ class Local(Averaging[LocalUpdates]):
         return Rhythm(self.every, parts, self.delay, copies=1 if self.pull is None else 2)
 
     @property
-    def suits_elastic(self) -> bool:
-        """Whether workers may come and go: without a quorum."""
-        return self.quorum is None
-
-    @property
     def counts_commits(self) -> bool:
         """With a quorum."""
         return self.quorum is not None
@@ -208,16 +203,13 @@ class Local(Averaging[LocalUpdates]):
         """All fields but `outer`: workers compare the optimizers that it makes."""
         return {name: value for name, value in super().options().items() if name != "outer"}
 
-    def _attached(self, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime) -> LocalUpdates:
-        with checked_alone(model, runtime):
-            attachment = LocalUpdates(self, model, optimizer, runtime)
-        attachment.attach()
-        return attachment
+    def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> LocalUpdates:
+        return attach_together(model, runtime, lambda: LocalUpdates(self, model, optimizer, runtime))
 
 
 def local_updates(
     model: nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: Optimizer,
     averager: Averager,
     every: int,
     outer: OuterOptimizer | None = None,

@@ -8,13 +8,14 @@ from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...algorithm import require
 
 Scale = Literal["spectral", "rms"]
 
 
-class MuonAdamW(torch.optim.Optimizer):
+class MuonAdamW(Optimizer):
     """PyTorch's `Muon` on parameters of two dimensions, and its `AdamW` on the others, in one optimizer.
 
         b <- mu b + (1 - mu) g;   x <- (1 - lr decay) x - lr s orth(b)
@@ -72,7 +73,7 @@ class MuonAdamW(torch.optim.Optimizer):
         others = [p for p, yes in zip(held, is_matrix, strict=True) if not yes]
         require(bool(held), "MuonAdamW: there are no parameters")
         require(scale in get_args(Scale), f"MuonAdamW: scale must be 'spectral' or 'rms', got {scale!r}")
-        self._parts: list[tuple[bool, torch.optim.Optimizer]] = []
+        self._parts: list[tuple[bool, Optimizer]] = []
         if matrices:
             muon = torch.optim.Muon(
                 matrices,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ...algorithm import Algorithm
 from ...options import require_number
@@ -47,7 +48,7 @@ class OuterSGD(Algorithm):
         require_number("OuterSGD: lr", self.lr, above=0)
         require_number("OuterSGD: momentum", self.momentum, least=0, below=1)
 
-    def __call__(self, anchors: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    def __call__(self, anchors: Iterable[nn.Parameter]) -> Optimizer:
         """An optimizer over these parameters."""
         # PyTorch's SGD refuses Nesterov without momentum.
         nesterov = self.nesterov and self.momentum > 0

@@ -44,6 +44,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from ... import kernels
@@ -72,7 +73,7 @@ from ..strategy import Runtime
 from .asynchronous import AsynchronousRounds, Committed, Leases
 from .elastic import ElasticExchanges
 from .fragments import Fragment, make_fragments
-from .optimizer_states import OptimizerStates
+from .optimizer_states import average_states
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
 from .tensors import anchor_of, average_exactly, renamed
@@ -93,12 +94,12 @@ def _outer_names(state: LocalState) -> list[str]:
     return [names[id(p)] for group in state.outer.param_groups for p in group["params"]]
 
 
-def _saved_outer(state: LocalState, outer: torch.optim.Optimizer) -> dict[str, Any]:
+def _saved_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
     # `state_dict` refers to the optimizer's own tensors.
     return renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
 
 
-def _loaded_outer(state: LocalState, outer: torch.optim.Optimizer, saved: dict[str, Any]) -> torch.optim.Optimizer:
+def _loaded_outer(state: LocalState, outer: Optimizer, saved: dict[str, Any]) -> Optimizer:
     outer.load_state_dict(renamed(copy.deepcopy(saved), {name: i for i, name in enumerate(_outer_names(state))}))
     return outer
 
@@ -129,7 +130,7 @@ class LocalState(State):
     """
 
     anchor: dict[str, nn.Parameter] = averaged()
-    outer: torch.optim.Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
+    outer: Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
     scheduler: LRScheduler | None = shared(form=Form(_saved_scheduler, _loaded_scheduler))
     fragments: list[Fragment] = nested()
     step: int = shared(default=0)
@@ -147,13 +148,15 @@ class LocalUpdates(OwnModelAttachment):
     _record: LocalState
     _asynchronous: AsynchronousRounds | None
 
-    def __init__(self, strategy: Local, model: nn.Module, optimizer: torch.optim.Optimizer | None, runtime: Runtime):
+    def __init__(self, strategy: Local, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         require(
             not self._shards or strategy.weights is None,
             f"{self.call}: weights compare the norms of whole changes, and this model is sharded; leave weights out",
         )
         self._clock, self._asynchronous, self._is_broken_off = Clock(), None, False
+        # Whose `every` and `delay` count; with a quorum they follow the worker's speed.
+        self._pace: Local | AsynchronousRounds = strategy
 
     def attach(self) -> None:
         """Connect the workers, and follow the optimizer's steps."""
@@ -164,12 +167,11 @@ class LocalUpdates(OwnModelAttachment):
             self._numel = sum(anchor.numel() for _, anchor in self._anchors)
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
-            self._optimizer_states = OptimizerStates(self._optimizer, self.parameters, comm)
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
             self._scheduler = made if isinstance(made, LRScheduler) else None
-            self._outer: torch.optim.Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
+            self._outer: Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             # Compared here, because a function that makes it is another object on each worker.
             comm.check_agreement({"outer optimizer": repr(self._outer)})
             if self.averager.traits.has_momentum:
@@ -201,7 +203,7 @@ class LocalUpdates(OwnModelAttachment):
             (quorum.workers or 1) <= comm.size,
             f"{self.call}: a quorum of {quorum.workers} workers cannot come of {comm.size}; choose a lower one",
         )
-        self._asynchronous = rounds = AsynchronousRounds(
+        self._asynchronous = self._pace = rounds = AsynchronousRounds(
             self.strategy, quorum, self._fragments, comm, self._clock, self._apply
         )
         self._record.committed = rounds.committed
@@ -248,11 +250,11 @@ class LocalUpdates(OwnModelAttachment):
         if healed and self._heals_late:
             record, offsets = self._record, sorted(fragment.offset for fragment in self._fragments)
             # At most up to the step before the next exchange, in which it takes part.
-            last = next((offset for offset in offsets if offset > record.step), self._every + offsets[0]) - 1
+            last = next((offset for offset in offsets if offset > record.step), self._pace.every + offsets[0]) - 1
             ahead = STEPS_AHEAD if self._transaction.missed else 0  # so that the others need not wait for it
             missed = min(self._transaction.missed + ahead, last - record.step)
             record.num_steps += missed
-            record.step = (record.step + missed) % self._every
+            record.step = (record.step + missed) % self._pace.every
             self.comm.num_skipped = missed
         self._end_step()
 
@@ -392,7 +394,7 @@ class LocalUpdates(OwnModelAttachment):
             fragment.steps_to_merge -= fragment.in_flight
         if self._asynchronous is not None:
             self._asynchronous.stepped(step)
-        self._record.step = step % self._every
+        self._record.step = step % self._pace.every
         self._end_step()
         if self._asynchronous is not None:
             if self._record.step == 0:
@@ -410,40 +412,30 @@ class LocalUpdates(OwnModelAttachment):
             return
         for fragment in merging:
             self._merge(fragment, self.strategy.alpha)
-        if self._delay and not self.comm.in_round:
+        if self._pace.delay and not self.comm.in_round:
             return  # the next elastic round begins them
         for fragment in beginning:
             if fragment.in_flight:  # it was sent in a longer period
                 self._merge(fragment, self.strategy.alpha)
-            self._begin(fragment, self._delay)
-            if self._delay == 0 and self._elastic is None:
+            self._begin(fragment, self._pace.delay)
+            if self._pace.delay == 0 and self._elastic is None:
                 self._merge(fragment, self.strategy.alpha)
         # Without a delay, what has just begun is exchanged, voted on and merged in the same step.
-        if beginning and self._delay == 0 and self._elastic is not None:
+        if beginning and self._pace.delay == 0 and self._elastic is not None:
             self._end_step()
 
     def _is_due(self, fragment: Fragment) -> bool:
-        return fragment.offset % self._every == self._record.step and fragment.began != self._record.num_steps
-
-    @property
-    def _every(self) -> int:
-        return self.strategy.every if self._asynchronous is None else self._asynchronous.every
-
-    @property
-    def _delay(self) -> int:
-        return self.strategy.delay if self._asynchronous is None else self._asynchronous.delay
+        return fragment.offset % self._pace.every == self._record.step and fragment.began != self._record.num_steps
 
     def _average_optimizer_state(self) -> None:
         """Average those states of the inner optimizer whose period ends with this step."""
         due = [key for key, every in self.strategy.state_every.items() if self._record.num_steps % every == 0]
-        if due:
-            self._ready()  # rounds in flight use the communicator
-        for key in due if self.comm.in_round else []:
-            try:
-                self._optimizer_states.average(key)
-            except CommunicationError:  # these states are each worker's own, so it keeps them
-                if self._elastic is None:
-                    raise
+        if not due:
+            return
+        self._ready()  # rounds in flight use the communicator
+        with self._transaction.attempt():  # these states are each worker's own, so it keeps them
+            if self.comm.in_round:
+                average_states(self._optimizer, self.parameters, due, self.comm)
 
     # ---- a round, in the four phases of the module's text ----
 

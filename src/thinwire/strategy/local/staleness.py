@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from ...algorithm import Algorithm
 from ...options import require_integer, require_number
@@ -138,7 +139,7 @@ class DelayedNesterov(Staleness):
         return lambda anchors: DelayedNesterovSGD(anchors, outer.lr, outer.momentum, self.period or size)
 
 
-class DelayedNesterovSGD(torch.optim.Optimizer):
+class DelayedNesterovSGD(Optimizer):
     """The optimizer of `DelayedNesterov`; each step applies one change.
 
     Args:

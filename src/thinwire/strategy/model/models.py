@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from ...algorithm import require
 from ...comm import Communicator
@@ -52,7 +53,7 @@ def trainable(module: nn.Module, ignored: Collection[str] = ()) -> NamedParamete
     return named
 
 
-def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -> NamedParameters:
+def updated_by(call: str, optimizer: Optimizer, module: nn.Module) -> NamedParameters:
     """The trainable parameters of the module, with their names, that the optimizer updates; it may update no others.
 
     Raises:
@@ -75,7 +76,7 @@ def updated_by(call: str, optimizer: torch.optim.Optimizer, module: nn.Module) -
     return named
 
 
-def trained_by(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     """The parameters of an optimizer that require a gradient."""
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
@@ -100,7 +101,7 @@ def check_model(call: str, model: nn.Module) -> None:
         )
     for name, p in model.named_parameters():
         require(
-            not _overlaps(local(p)),
+            unexpanded(local(p)).shape == local(p).shape,
             f"{call}: elements of parameter {name!r}, shape {tuple(p.shape)} and strides {p.stride()}, share memory, so that "
             "no step can update them apart; use a parameter of its own, such as nn.Parameter(p.clone())",
         )
@@ -170,19 +171,6 @@ def unexpanded(t: Tensor) -> Tensor:
         if stride == 0 and t.shape[dim] > 1:
             t = t.narrow(dim, 0, 1)
     return t
-
-
-def _overlaps(t: Tensor) -> bool:
-    """Whether several elements may lie in the same memory."""
-    if t.layout != torch.strided or t.numel() == 0:
-        return False
-    # From the smallest stride on, each dimension must step over all that lies within it.
-    extent = 1
-    for stride, size in sorted((s, n) for s, n in zip(t.stride(), t.shape, strict=True) if n > 1):
-        if stride < extent:
-            return True
-        extent += stride * (size - 1)
-    return False
 
 
 def values_of(t: Tensor) -> Tensor:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from ...algorithm import require, required
 
@@ -14,7 +15,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
 
 
-def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> torch.optim.Optimizer:
+def stepping_optimizer(call: str, optimizer: Optimizer | None) -> Optimizer:
     """The optimizer whose `step` updates the parameters and runs hooks: the given one, or the one that Accelerate wrapped.
 
     Args:
@@ -40,7 +41,7 @@ def stepping_optimizer(call: str, optimizer: torch.optim.Optimizer | None) -> to
     return optimizer
 
 
-def unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def unwrapped(optimizer: Optimizer) -> Optimizer:
     """The optimizer, or the one that Accelerate wrapped."""
     library = sys.modules.get("accelerate.optimizer")  # no wrapper of Accelerate exists unless somebody imported it
     if library is not None and isinstance(optimizer, library.AcceleratedOptimizer):
@@ -60,7 +61,7 @@ def makes_state_only() -> bool:
     return frame.f_code.co_name == "_init_optim_state"
 
 
-def refuse_in_backward(call: str, optimizer: torch.optim.Optimizer) -> None:
+def refuse_in_backward(call: str, optimizer: Optimizer) -> None:
     """Raise a ValueError if a backward pass is under way: its gradients are this worker's own still."""
     require(
         torch._C._current_graph_task_id() == -1,
@@ -107,7 +108,7 @@ class ScalerWatch:
         take_part: what the worker does in place of a step.
     """
 
-    def __init__(self, scaler: Any, optimizer: torch.optim.Optimizer, take_part: Callable[[], None]):
+    def __init__(self, scaler: Any, optimizer: Optimizer, take_part: Callable[[], None]):
         self.optimizer, self.take_part, self.has_stepped, self._scaler = optimizer, take_part, False, scaler
         if scaler is not None:
             if not isinstance(scaler.step, _WatchedStep):
@@ -133,7 +134,7 @@ class _WatchedStep:
         self._step = step
         self.watches: list[ScalerWatch] = []
 
-    def __call__(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         watches = [watch for watch in self.watches if watch.optimizer is unwrapped(optimizer)]
         for watch in watches:
             watch.has_stepped = False

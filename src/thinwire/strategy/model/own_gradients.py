@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ... import kernels
 from ..nonfinite import NonfiniteSteps, first_nonfinite
@@ -46,7 +46,7 @@ class OwnGradients:
         self.culprit: str | None = None
         """What of this worker's own was not finite before all workers' was added up, where gradients are sums already."""
 
-    def check(self, optimizer: torch.optim.Optimizer) -> None:
+    def check(self, optimizer: Optimizer) -> None:
         """Drop the optimizer's gradients if any of them is not finite, as the policy says.
 
         Raises:
@@ -66,7 +66,7 @@ class OwnGradients:
             for p in held:
                 p.grad = None
 
-    def guard(self, optimizer: torch.optim.Optimizer, arguments: Arguments) -> Arguments:
+    def guard(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Check a step whose arguments these are: now, or where a closure computes the gradients, after it."""
         return once_gradients_are_there(arguments, lambda: self.check(optimizer))
 

@@ -265,18 +265,17 @@ class PendingExchange:
     Args:
         begin: of an exchange.
         job: what it exchanges. The job's clock adds up the time that is spent waiting between collectives.
-        counts: whether to count `num_bytes`, which takes a few microseconds.
 
     Attributes:
         finish: set once the last collective is issued.
         sent: when the first collective was issued.
         waited: how long the caller had waited for messages by then; it says so itself.
         steps: how many collectives were issued, one after the other.
-        num_bytes: what this worker has sent so far; 0 without `counts`.
+        num_bytes: what this worker has sent so far.
     """
 
-    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool):
-        self._begin, self.job, self._counts = begin, job, counts
+    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job):
+        self._begin, self.job = begin, job
         self._stages: Stages | None = None
         self._pending: Handle | None = None
         self.finish: Finish | None = None
@@ -287,13 +286,10 @@ class PendingExchange:
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
         if self.finish is None:
-            before = self._bytes_sent()
+            before = self.job.comm.ledger.bytes_sent
             self.finish = self._issue()
             self.steps += 1
-            self.num_bytes += self._bytes_sent() - before
-
-    def _bytes_sent(self) -> int:
-        return self.job.comm.ledger.bytes_sent if self._counts else 0
+            self.num_bytes += self.job.comm.ledger.bytes_sent - before
 
     def _issue(self) -> Finish | None:
         result = None

@@ -10,11 +10,10 @@ The entry point is loaded when a `Mean` first names the word. "auto" never takes
 
 from __future__ import annotations
 
-import importlib.metadata
 from functools import cache
 
 from ....algorithm import require
-from ....messages import error_place, error_text
+from ....entry_points import declared, load
 from .all_gather import AllGather
 from .all_reduce import AllReduce
 from .contract import Exchange, Load
@@ -50,29 +49,18 @@ def find_exchange(word: str) -> Exchange | None:
 
 def known_words() -> list[str]:
     """The words of all exchanges, without loading entry points."""
-    return [*EXCHANGES, *sorted(_entry_points().keys() - EXCHANGES.keys())]
+    return [*EXCHANGES, *sorted(declared(ENTRY_POINT_GROUP).keys() - EXCHANGES.keys())]
 
 
 @cache
 def _declared(word: str) -> Exchange | None:
-    entry = _entry_points().get(word)
-    if entry is None:
-        return None
-    try:
-        cls = entry.load()
+    def made(cls: type[Exchange]) -> Exchange:
         is_exchange = isinstance(cls, type) and issubclass(cls, Exchange)
         require(is_exchange and cls.word == word, f"it must be a class derived from Exchange, with word = {word!r}")
-        made: Exchange = cls()
-    except Exception as error:
-        raise ValueError(
-            f"the entry point {word} = {entry.value!r} cannot be used: {error_text(error)}{error_place(error)}"
-        ) from error
-    return made
+        return cls()
 
-
-@cache
-def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
-    return {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINT_GROUP)}
+    entry = declared(ENTRY_POINT_GROUP).get(word)
+    return None if entry is None else load(entry, made)
 
 
 def cheapest(load: Load) -> Exchange:

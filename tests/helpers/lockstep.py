@@ -10,9 +10,9 @@ from typing import cast
 
 from torch import Tensor
 
-from ..average.gossip.base import GossipAverager
-from ..average.gossip.round import GossipState
-from ..comm import Communicator, Handle, Ledger, LocalWorld
+from thinwire.average.gossip.base import GossipAverager
+from thinwire.average.gossip.round import GossipState
+from thinwire.comm import Communicator, Handle, Ledger, LocalWorld
 
 
 class _Post:
@@ -36,8 +36,7 @@ def gossip_in_lockstep(
     averager: GossipAverager,
     values: Tensor,
     rounds: int,
-    on_round: Callable[[int, Tensor], None] | None = None,
-    seed: int = 0,
+    on_round: Callable[[int, Tensor], None] = lambda _, x: None,
 ) -> list[GossipState]:
     """Gossip on one tensor of each worker, in place; return the states of all workers.
 
@@ -46,24 +45,15 @@ def gossip_in_lockstep(
         values: float32 (W, ...), the tensor of each worker.
         rounds: how many.
         on_round: called after each round with its number, from 1, and `values`.
-        seed: of the averager's random numbers.
-
-    Example:
-        >>> import torch, thinwire as tw
-        >>> values = torch.tensor([[0.0], [1.0], [2.0], [3.0]])
-        >>> _ = gossip_in_lockstep(tw.Mix(tw.Exponential()), values, rounds=2)
-        >>> values.flatten().tolist()
-        [1.5, 1.5, 1.5, 1.5]
     """
     size, mail = len(values), dict[tuple[int, int], Tensor]()
     # In threads: `init` checks with collectives that workers agree, and a post has none.
-    states = LocalWorld(size).run(lambda comm: averager.init([("x", values[comm.rank])], comm, seed))
+    states = LocalWorld(size).run(lambda comm: averager.init([("x", values[comm.rank])], comm))
     # The cast: a round of gossip without a hierarchy only calls `exchange`.
     posts = [cast(Communicator, _Post(rank, size, mail)) for rank in range(size)]
     for step in range(rounds):
         handles = [averager.step(state, [("x", x)], post) for state, x, post in zip(states, values, posts, strict=True)]
         for handle in handles:
             handle.wait()
-        if on_round is not None:
-            on_round(step + 1, values)
+        on_round(step + 1, values)
     return states
