@@ -274,7 +274,7 @@ def square(rank):
     return [("w", torch.randn(6, 6, generator=torch.Generator().manual_seed(rank))), ("b", torch.randn(3) * 0 + rank)]
 
 
-@pytest.mark.parametrize("options", [{}, {"warm_start": False}], ids=repr)
+@pytest.mark.parametrize("options", [{}, {"warm_start": False}, {"warm_start": False, "shared_p": True}], ids=repr)
 @pytest.mark.parametrize("topology", [RING, tw.topology.Torus(), tw.Complete(), tw.topology.Star()], ids=repr)
 def test_power_gossip_at_full_rank_is_mix(topology, options):
     full = tw.PowerGossip(topology, rank=6, **options)
@@ -291,7 +291,7 @@ def test_power_gossip_is_exact_where_p_lies_on_the_smaller_side():
     torch.testing.assert_close(even, estimates(tw.Mix(), 4, 1, wide), rtol=0, atol=1e-5)
 
 
-def reference_power_gossip(x, p_of, half_steps, step_size):
+def reference_power_gossip(x, p_of, half_steps, sign, step_size):
     """Rank r on every edge of a ring, in float64; x is (W, n, m), p_of(edge, k) the fresh direction of half step k."""
     size, weights, warm = len(x), RING.matrix(0, len(x)), {}
     for k in range(half_steps):
@@ -300,7 +300,8 @@ def reference_power_gossip(x, p_of, half_steps, step_size):
             for j in range(i + 1, size):
                 if weights[i, j] == 0:
                     continue
-                p = torch.linalg.qr(warm.get((i, j), p_of(i, j, k)))[0]
+                p = warm.get((i, j), p_of(i, j, k))
+                p = torch.where(p < 0, -1.0, 1.0).double() / len(p) ** 0.5 if sign else torch.linalg.qr(p)[0]
                 difference = (x[i] - x[j]) if k % 2 == 0 else (x[i] - x[j]).t()
                 q = difference.t() @ p
                 approximation = p @ q.t() if k % 2 == 0 else q @ p.t()
@@ -312,10 +313,10 @@ def reference_power_gossip(x, p_of, half_steps, step_size):
 
 
 @pytest.mark.parametrize(
-    ("rank", "iterations", "step_size"),
-    [(1, 1, 1.0), (1, 3, 1.0), (2, 2, 0.5), (1, 2, 1.0)],
+    ("rank", "iterations", "sign", "step_size"),
+    [(1, 1, False, 1.0), (1, 3, False, 1.0), (2, 2, False, 0.5), (1, 2, True, 1.0)],
 )
-def test_power_gossip_follows_its_definition(rank, iterations, step_size):
+def test_power_gossip_follows_its_definition(rank, iterations, sign, step_size):
     def values(worker):
         return [("w", torch.randn(7, 5, generator=torch.Generator().manual_seed(worker)))]
 
@@ -324,8 +325,8 @@ def test_power_gossip_follows_its_definition(rank, iterations, step_size):
         key = kernels.mix_key(3, zlib.crc32(b"w") | (1 + i * 5 + j) << 32, k)
         return (2 * kernels.uniform(key, side * rank).double() - 1).view(side, rank)
 
-    averager = tw.PowerGossip(RING, rank=rank, iterations=iterations, step_size=step_size)
-    expected = reference_power_gossip(starts(5, values).view(5, 7, 5), fresh, 6, step_size)
+    averager = tw.PowerGossip(RING, rank=rank, iterations=iterations, sign_p=sign, step_size=step_size)
+    expected = reference_power_gossip(starts(5, values).view(5, 7, 5), fresh, 6, sign, step_size)
     measured = estimates(averager, 5, 6 // iterations, values).view(5, 7, 5)
     torch.testing.assert_close(measured, expected, rtol=0, atol=1e-4)
 
@@ -497,6 +498,8 @@ def test_topologies_that_do_not_suit(averager, message):
         (lambda: tw.Mix(step_size=float("inf")), "step_size must be above 0"),
         (lambda: tw.PowerGossip(rank=0), "rank must be an integer, 1 or more"),
         (lambda: tw.PowerGossip(iterations=0), "iterations must be an integer, 1 or more"),
+        (lambda: tw.PowerGossip(shared_p=True), "add warm_start=False"),
+        (lambda: tw.PowerGossip(rank=2, sign_p=True), "sign_p needs rank 1"),
         (lambda: tw.Moniqua(bits=1), "bits must be an integer from 2 to 8"),
         (lambda: tw.Moniqua(theta=0.0), "theta must be above 0 and finite"),
         (lambda: tw.Mix(3), "topology must be a topology"),

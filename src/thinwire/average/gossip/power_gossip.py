@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ... import kernels
+from ...algorithm import require
 from ...comm import Communicator
 from ...membership import WHOLE, State, config, restart, shared
 from ...options import require_integer
@@ -69,11 +70,14 @@ class PowerGossip(GossipAverager):
         rank: columns of p; higher => better approximations, larger messages.
         iterations: half steps a round, one message each; higher => faster agreement per round, more bytes.
         warm_start: whether p is the last q of its edge; if not, p is drawn afresh for each half step.
+        shared_p: whether all edges share one fresh p, so that one product serves all neighbours; needs
+            `warm_start=False`.
+        sign_p: whether p is rounded to signs, `sign(p) / sqrt(n)`; needs rank 1.
         step_size: above 0, of matrices; higher => faster, up to the fastest step size of `Mix`.
 
     Raises:
-        ValueError: a field is out of range. In `init`: a directed or time-varying topology, or one on which gossip with
-            this step size diverges.
+        ValueError: a field is out of range, or options exclude each other. In `init`: a directed or time-varying
+            topology, or one on which gossip with this step size diverges.
 
     Source: Vogels et al. 2020, PowerGossip, arXiv 2008.01425.
 
@@ -94,12 +98,21 @@ class PowerGossip(GossipAverager):
     rank: int = 1
     iterations: int = 1
     warm_start: bool = True
+    shared_p: bool = False
+    sign_p: bool = False
     step_size: float = 1.0
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for name in ("rank", "iterations"):
             require_integer(f"PowerGossip: {name}", getattr(self, name), 1)
+        require(
+            not (self.shared_p and self.warm_start),
+            "PowerGossip: warm-started directions belong to one edge; add warm_start=False to share p",
+        )
+        require(
+            not self.sign_p or self.rank == 1, "PowerGossip: columns of signs are not orthogonal; sign_p needs rank 1"
+        )
         check_step_size(self, self.step_size)
 
     def check_topology(self, size: int) -> None:
@@ -184,7 +197,7 @@ class _HalfStep:
         }
         self.vectors = {i: len(x[i]) for i in range(len(x)) if with_vectors and i not in self.matrices}
         with state.clock("encode"):
-            self.p = {peer: self._directions(peer, x) for peer in round.receives}
+            self.p = self._all_directions(x)
             self.sent = self._messages(x)
         self.finish = round.exchange(self.sent, self._merge)
         """Waits, and returns how x moves along all edges."""
@@ -200,18 +213,24 @@ class _HalfStep:
         _, m, n = self.matrices[i]
         return (n, m) if self.left else (m, n)
 
+    def _all_directions(self, x: Parts) -> dict[int, dict[int, Tensor]]:
+        peers = list(self.round.receives)
+        if self.averager.shared_p and peers:
+            return dict.fromkeys(peers, self._directions(peers[0], x))
+        return {peer: self._directions(peer, x) for peer in peers}
+
     def _directions(self, peer: int, x: Parts) -> dict[int, Tensor]:
         """p of the edge to `peer` for each matrix, (r, side): orthonormal vectors, the same bits at both ends."""
         warm = self.state.memory.directions.get(str(peer), {})
         return {i: self._direction(peer, i, x[i].device, warm.get(self.matrices[i][0])) for i in self.matrices}
 
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
-        p = None if warm is None else _orthonormal(warm)
+        p = None if warm is None else _orthonormal(warm, self.averager.sign_p)
         finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
         # On a GPU the flag has one condition, for one tensor, and `torch.where` decides without a wait of the host.
         if finite is not True:
             shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
-            drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device))
+            drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
             p = drawn if p is None or isinstance(finite, bool) else torch.where(finite[0], p, drawn)
         assert p is not None
         return p.t().contiguous()
@@ -220,7 +239,7 @@ class _HalfStep:
         """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
         # Ordered, so that both ends draw the same p.
         low, high = sorted((self.round.comm.rank, peer))
-        edge = 1 + low * self.round.comm.size + high
+        edge = 0 if self.averager.shared_p else 1 + low * self.round.comm.size + high
         key = kernels.random.Key.of(self.state.seed, name, edge, self.state.memory.half_steps).mixed()
         return kernels.uniform(key, math.prod(shape), device).mul_(2.0).sub_(1.0).view(shape)
 
@@ -232,13 +251,16 @@ class _HalfStep:
                 messages[peer].append(product.t().reshape(-1))
         return {peer: torch.cat(parts) if parts else torch.empty(0, device="cpu") for peer, parts in messages.items()}
 
-    def _products(self, x: Parts) -> list[tuple[Tensor, ...]]:
-        """Each matrix times each edge's p, in one read for all neighbours."""
+    def _products(self, x: Parts) -> list[list[Tensor]]:
+        """Each matrix times each edge's p, in one read for all neighbours; with a shared p, one product serves all."""
         if not self.p:
             return []
+        edges = list(self.p.values())[: 1 if self.averager.shared_p else None]
         parts, rows = [x[i] for i in self.matrices], [n for _, _, n in self.matrices.values()]
-        ps = [torch.cat([p[i] for p in self.p.values()]) for i in self.matrices]
-        return [product.chunk(len(self.p)) for product in kernels.low_rank.products(parts, rows, ps, self.left)]
+        ps = [torch.cat([p[i] for p in edges]) for i in self.matrices]
+        products = kernels.low_rank.products(parts, rows, ps, self.left)
+        copies = len(self.p) // len(edges)
+        return [list(product.chunk(len(edges))) * copies for product in products]
 
     def _change(self, received: dict[int, Tensor]) -> _LowRankChange:
         factors: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in self.matrices}
@@ -273,10 +295,13 @@ def _is_matrix(shape: torch.Size) -> bool:
     return len(shape) >= 2 and shape.numel() > 0
 
 
-def _orthonormal(p: Tensor) -> Tensor:
-    """The columns of p made orthonormal; not finite if p is zero or not finite."""
+def _orthonormal(p: Tensor, signs: bool) -> Tensor:
+    """The columns of p made orthonormal, or rounded to signs; not finite if p is zero or not finite."""
     norm: Tensor = torch.linalg.vector_norm(p)
+    if signs:
+        rounded = torch.where(p < 0, -1.0, 1.0) / math.sqrt(p.shape[0])
+        # Dividing by False gives infinity, and `norm * 0` keeps NaN: no branch on the host is needed.
+        return rounded / (norm > 0) + norm * 0.0
     if p.shape[1] == 1:
         return p / norm
-    # Dividing by False gives what is not finite: no branch on the host is needed.
     return kernels.low_rank.orthonormal(p) / (norm > 0)
