@@ -26,7 +26,7 @@ CODECS = [
     tw.ALQ(**WHEN),
     tw.ALQ(**WHEN, norm="max", weighting="norm2", num_buckets=3),
     tw.ALQ(**WHEN, distribution="pooled", zero=True),
-    tw.ALQ(**WHEN, search="gradient"),
+    tw.ALQ(**WHEN, search="gradient", symmetric=False),
     tw.AMQ(**WHEN),
     tw.AMQ(**WHEN, distribution="pooled", zero=True),
     tw.chain(tw.TopK(0.3), tw.ALQ(**WHEN)),

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 
-from thinwire.codec.adaptive.cdf_integral import CdfIntegral, FoldedCdfIntegral
+from thinwire.codec.adaptive.cdf_integral import CdfIntegral
 from thinwire.codec.adaptive.distributions import TruncatedNormalMixture
 from thinwire.codec.adaptive.level_search import _Search, alq, alq_gd, amq
-from thinwire.codec.adaptive.level_sets import equidistant, exponential_levels, half
+from thinwire.codec.adaptive.level_sets import equidistant, exponential_levels
 from thinwire.codec.adaptive.statistics import bucket_statistics, mixture, pooled
 
 ROUNDING = 1e-12  # relative; the closed form of Psi itself is good to about 1e-11 of each term
@@ -70,9 +70,9 @@ def psi(dist, levels) -> float:
     return dist.quantization_variance(levels).item()
 
 
-def is_level_set(levels) -> bool:
+def is_level_set(levels, symmetric: bool) -> bool:
     ends = levels[0] == -1 and levels[-1] == 1
-    return bool(ends and (levels.diff() > 0).all() and torch.equal(levels, -levels.flip(0)))
+    return bool(ends and (levels.diff() > 0).all() and (not symmetric or torch.equal(levels, -levels.flip(0))))
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -81,59 +81,62 @@ def test_fixed_level_sets(bits, zero):
     uniform, exponential = uniform_levels(bits, zero), exponential_levels(bits, 0.7, zero)
     for levels in (uniform, exponential):
         assert levels.numel() == 2**bits - zero
-        assert is_level_set(levels)
+        assert is_level_set(levels, symmetric=True)
         assert bool((levels == 0).any()) == zero
     np.testing.assert_allclose(uniform, np.linspace(-1, 1, 2**bits - zero), atol=1e-15)
     positive = exponential[exponential > 0]
     np.testing.assert_allclose(positive[:-1] / positive[1:], 0.7)
 
 
-@in_pairs("zero", itertools.product([False, True]))
-def test_variance_never_rises_in_a_sweep(dist, zero):
+@in_pairs("zero, symmetric", itertools.product([False, True], repeat=2))
+def test_variance_never_rises_in_a_sweep(dist, zero, symmetric):
     for levels in (uniform_levels(3, zero), exponential_levels(3, zero=zero), exponential_levels(3, 0.1, zero=zero)):
-        # sets are swept under the density of |r|, whose Psi is that of a skew density
+        # symmetric sets of a skew density are swept under the density of |r|, whose Psi is the same
         variances = [psi(dist, levels)]
         for _ in range(6):
-            search = _Search(levels, dist)
-            levels = search.full(search.sweep(half(levels)))
+            search = _Search(levels, dist, symmetric)
+            levels = search.full(search.sweep(search.variables(levels)))
             variances.append(psi(dist, levels))
-            assert is_level_set(levels)
+            assert is_level_set(levels, symmetric)
         assert all(after <= before * (1 + ROUNDING) for before, after in itertools.pairwise(variances))
 
 
-@in_pairs("search, zero", itertools.product([alq, alq_gd], [False, True]))
-def test_no_worse_than_any_start(dist, search, zero):
-    given = exponential_levels(3, 0.3, zero)
-    found, quantiles = search(given, dist), _Search(given, dist).quantiles()
-    fractions = FoldedCdfIntegral(CdfIntegral(dist))(half(quantiles))[1]
-    np.testing.assert_allclose(fractions, half(uniform_levels(3, zero)), atol=1e-8)
-    starts = [given, uniform_levels(3, zero), exponential_levels(3, zero=zero), quantiles]
-    assert is_level_set(found)
+@in_pairs("search, symmetric", itertools.product([alq, alq_gd], [False, True]))
+def test_no_worse_than_any_start(dist, search, symmetric):
+    given = exponential_levels(3, 0.3)
+    found = search(given, dist, symmetric=symmetric)
+    starts = [given, uniform_levels(3), exponential_levels(3)]
+    if not symmetric:
+        quantiles = _Search(given, dist, symmetric).quantiles()
+        np.testing.assert_allclose(CdfIntegral(dist)(quantiles)[1], np.linspace(0, 1, 8), atol=1e-8)
+        starts.append(quantiles)
+    assert is_level_set(found, symmetric)
     assert all(psi(dist, found) <= psi(dist, start) * (1 + ROUNDING) for start in starts)
 
 
-@in_pairs("bits, zero", itertools.product([2, 3, 4], [False, True]))
-def test_result_is_a_local_optimum(dist, bits, zero):
-    levels = alq(uniform_levels(bits, zero), dist, sweeps=2000)
+@in_pairs(
+    "bits, zero, symmetric",
+    [(2, False, False), (2, True, True), (3, False, True), (3, True, False), (4, False, False), (4, True, True)],
+)
+def test_result_is_a_local_optimum(dist, bits, zero, symmetric):
+    levels = alq(uniform_levels(bits, zero), dist, symmetric=symmetric, sweeps=2000)
     best, middle = psi(dist, levels), levels.numel() // 2
-    for j in range(middle, levels.numel() - 1):
+    for j in range(middle if symmetric else 1, levels.numel() - 1):
         gap = min(levels[j] - levels[j - 1], levels[j + 1] - levels[j]).item()
-        if levels[j] == 0:
+        if symmetric and levels[j] == 0:
             continue
         for shift in (-1e-3 * gap, 1e-3 * gap):
             moved = levels.clone()
             moved[j] += shift
-            moved[-1 - j] -= shift
+            if symmetric:
+                moved[-1 - j] -= shift
             assert psi(dist, moved) >= best * (1 - ROUNDING)
 
 
 def test_level_is_the_published_optimum(dist):
-    """F(l_j) = F(b) - integral over [a, b] of (r-a)/(b-a) dF, whose integral is F(b) - (H(b)-H(a))/(b-a) by parts.
-
-    F is that of |r|, and zero is a level, so that the neighbours of all others lie on their own side of it.
-    """
-    levels = half(alq(uniform_levels(3, zero=True), dist, sweeps=2000))
-    H, F, _ = FoldedCdfIntegral(CdfIntegral(dist))(levels)
+    """F(l_j) = F(b) - integral over [a, b] of (r-a)/(b-a) dF, whose integral is F(b) - (H(b)-H(a))/(b-a) by parts."""
+    levels = alq(uniform_levels(3), dist, symmetric=False, sweeps=2000)
+    H, F, _ = CdfIntegral(dist)(levels)
     np.testing.assert_allclose(F[1:-1], (H[2:] - H[:-2]) / (levels[2:] - levels[:-2]), atol=1e-7)
 
 
@@ -142,6 +145,11 @@ def test_uniform_density_keeps_uniform_levels():
     for zero in (False, True):
         found = alq(exponential_levels(3, zero=zero), flat, sweeps=500)
         np.testing.assert_allclose(found, uniform_levels(3, zero), atol=1e-6)
+
+
+def test_general_search_is_no_worse_than_the_symmetric_one_from_its_result(dist):
+    symmetric = alq(uniform_levels(3), dist)
+    assert psi(dist, alq(symmetric, dist, symmetric=False)) <= psi(dist, symmetric) * (1 + ROUNDING)
 
 
 @pytest.mark.parametrize("zero", [False, True])
@@ -190,10 +198,11 @@ def test_gradient_descent_comes_near_coordinate_descent():
     ],
 )
 def test_point_masses_give_finite_levels(density):
-    for search in (alq, alq_gd):
-        levels = search(uniform_levels(3), density)
-        assert torch.isfinite(levels).all()
-        assert (levels.diff() >= 0).all()
+    for symmetric in (False, True):
+        for search in (alq, alq_gd):
+            levels = search(uniform_levels(3), density, symmetric=symmetric)
+            assert torch.isfinite(levels).all()
+            assert (levels.diff() >= 0).all()
     assert 0 < amq(0.5, density, bits=3) < 1
 
 
@@ -207,3 +216,11 @@ def test_one_bit_has_nothing_to_adapt():
     for search in (alq, alq_gd):
         assert search(uniform_levels(1), density).tolist() == [-1, 1]
         assert search(uniform_levels(2, zero=True), density).tolist() == [-1, 0, 1]
+
+
+def test_levels_that_are_not_symmetric_need_the_general_search():
+    """A saved state may hold levels of `symmetric=False`."""
+    levels = torch.tensor([-1.0, 0.2, 1.0], dtype=torch.float64)
+    assert is_level_set(alq(levels, truncated_normal(0.0, 1.0), symmetric=False), symmetric=False)
+    with pytest.raises(ValueError, match="expected symmetric levels, .* symmetric=False searches over all sets"):
+        alq(levels, truncated_normal(0.0, 1.0))

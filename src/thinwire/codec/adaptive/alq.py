@@ -194,6 +194,7 @@ class ALQ(AdaptiveLevels):
             Psi is the error of the gradient.
         num_buckets: components of the mixture (20 to 350 in the paper), and buckets sampled of each tensor; higher =>
             closer to the gradients, slower updates.
+        symmetric: whether the negative of each level is a level.
         zero: whether zero is a level. Without it there are `2^bits` levels, as in the paper. With it there are
             `2^bits - 1` levels, and zeros stay zeros.
         update_steps: rounds that begin with an update; 100 and 2000 in the paper.
@@ -219,6 +220,7 @@ class ALQ(AdaptiveLevels):
     """
 
     search: str = "coordinate"
+    symmetric: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -230,7 +232,7 @@ class ALQ(AdaptiveLevels):
     def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         search = alq if self.search == "coordinate" else alq_gd
         # Quantizers take float32 levels, so these are kept as exactly such numbers.
-        return _float32(search(learned, dist)).to(torch.float64)
+        return _float32(search(learned, dist, self.symmetric)).to(torch.float64)
 
     def _levels(self, learned: Tensor) -> Tensor:
         return learned

@@ -24,12 +24,17 @@ class CdfIntegral:
 
     The absolute error is near 1e-16 for standard deviations up to 2. `rounding` estimates the error of H.
 
+    Attributes:
+        low: the lower end of x; the upper end is 1.
+
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
         >>> H, F, f = CdfIntegral(prior(4, "l2"))(torch.tensor(1.0, dtype=torch.float64))
         >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
         (1.0, 1.0, 0.113129)
     """
+
+    low = -1.0
 
     def __init__(self, dist: TruncatedNormalMixture) -> None:
         self.mean, self.std = dist.means, dist.stds
@@ -48,7 +53,7 @@ class CdfIntegral:
 
 
 class FoldedCdfIntegral:
-    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1].
+    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1]; for symmetric level sets.
 
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
@@ -56,6 +61,8 @@ class FoldedCdfIntegral:
         >>> round(F.item(), 9)
         1.0
     """
+
+    low = 0.0
 
     def __init__(self, unfolded: CdfIntegral) -> None:
         self.unfolded, self.rounding = unfolded, 4 * unfolded.rounding

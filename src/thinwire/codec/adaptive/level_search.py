@@ -15,10 +15,13 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ...algorithm import require
 from .cdf_integral import CdfIntegral, FoldedCdfIntegral
 from .distributions import TruncatedNormalMixture
 from .level_sets import equidistant, exponential_levels, half, mirror, powers_of
 from .roots import increasing_root
+
+Cdf = CdfIntegral | FoldedCdfIntegral
 
 SETTLED = 1e-9  # sweeps end early when no level moves by more
 LEVEL_TOLERANCE = 1e-10  # on dPsi/dl, per width of the interval; Psi is off by its square
@@ -31,18 +34,25 @@ SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER, LONGEST_STEP = 0.01, 0.99, 0.1
 class _Search:
     """The variables of a search from given levels, and the derivatives of Psi.
 
-    Sets are symmetric, and the variables are the half `0, l_1, ..., 1`, under the folded distribution. Without a level at
-    zero, the left neighbour of l_1 is -l_1.
+    For symmetric sets the variables are the half `0, l_1, ..., 1`, under the folded distribution. Without a level at
+    zero (`mirrored`), the left neighbour of l_1 is -l_1.
     """
 
-    def __init__(self, levels: Tensor, dist: TruncatedNormalMixture) -> None:
-        self.levels, self.dist = levels, dist
+    def __init__(self, levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool) -> None:
+        require(
+            not symmetric or torch.equal(levels, -levels.flip(0)),
+            f"expected symmetric levels, got {levels.tolist()}; symmetric=False searches over all sets",
+        )
+        self.levels, self.dist, self.symmetric = levels, dist, symmetric
         self.zero = bool((levels == 0).any())
-        self.cdf = FoldedCdfIntegral(CdfIntegral(dist))
+        self.mirrored = symmetric and not self.zero
+        self.cdf: Cdf = FoldedCdfIntegral(CdfIntegral(dist)) if symmetric else CdfIntegral(dist)
+
+    def variables(self, levels: Tensor) -> Tensor:
+        return half(levels) if self.symmetric else levels
 
     def full(self, variables: Tensor) -> Tensor:
-        """The whole set of these variables."""
-        return mirror(variables[..., 1:], self.zero)
+        return mirror(variables[..., 1:], self.zero) if self.symmetric else variables
 
     def derivative(self, at: int, step: int, x: Tensor, levels: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
         """dPsi/dl and its slope for levels `at, at + step, ...` moved to x.
@@ -56,7 +66,7 @@ class _Search:
         )
         H_x, F_x, f_x = self.cdf(x)
         own = torch.zeros(x.shape[-1], dtype=torch.bool, device="cpu")
-        own[:1] = not self.zero and at == 1  # there may be no interior level at all
+        own[:1] = self.mirrored and at == 1  # there may be no interior level at all
         left, H_left = torch.where(own, -x, left), torch.where(own, H_x, H_left)
         return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
 
@@ -83,24 +93,25 @@ class _Search:
         """Psi without a constant that depends on the distribution alone, and its gradient for the interior levels."""
         H, _, _ = self.cdf(levels)
         left, H_left = levels[..., :-1].clone(), H[..., :-1].clone()
-        if not self.zero:
+        if self.mirrored:
             left[..., 0], H_left[..., 0] = -levels[..., 1], H[..., 1]
         areas = (levels[..., 1:] - left) * (H_left + H[..., 1:])
-        if not self.zero:
+        if self.mirrored:
             areas[..., 0] /= 2  # the folded density counts the interval around zero twice
         return areas.sum(dim=-1), self.derivative(1, 1, levels[..., 1:-1], levels, H)[0]
 
     def quantiles(self) -> Tensor:
         """Levels at equidistant values of F."""
-        fractions = half(equidistant(self.levels.numel()))[1:-1]
-        low, high = torch.zeros_like(fractions), torch.ones_like(fractions)
+        steps = equidistant(self.levels.numel())
+        fractions = half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2
+        low, high = torch.full_like(fractions, self.cdf.low), torch.ones_like(fractions)
 
         def excess(x: Tensor) -> tuple[Tensor, Tensor]:
             _, F, f = self.cdf(x)
             return F - fractions, f
 
         interior = increasing_root(excess, (low + high) / 2, low, high, fractions * LEVEL_TOLERANCE)
-        return self.full(torch.cat([low.new_zeros(1), interior, low.new_ones(1)]))
+        return self.full(torch.cat([low.new_tensor([self.cdf.low]), interior, low.new_ones(1)]))
 
     def starts(self) -> Tensor:
         """Rows: the given levels, uniform, exponential, quantiles."""
@@ -114,7 +125,7 @@ class _Search:
         return candidates[torch.argmin(self.dist.quantization_variance(candidates))]
 
 
-def alq(levels: Tensor, dist: TruncatedNormalMixture, sweeps: int = 30) -> Tensor:
+def alq(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, sweeps: int = 30) -> Tensor:
     r"""Adaptive level quantization: the levels of least variance found by coordinate descent on every level.
 
     There are four starts: the given levels, uniform, exponential with p = 1/2, and quantiles of F. From each, sweeps
@@ -123,14 +134,18 @@ def alq(levels: Tensor, dist: TruncatedNormalMixture, sweeps: int = 30) -> Tenso
     Pass the levels of `amq` to get a result that is never worse than those.
 
     Args:
-        levels: the present set `[num_levels]`, symmetric and strictly increasing from -1 to 1. It determines the number of
-            levels, and whether zero is one of them.
+        levels: the present set `[num_levels]`, strictly increasing from -1 to 1. It determines the number of levels and,
+            with `symmetric`, whether zero is one of them.
         dist: the distribution of the normalised coordinates; a mixture for ALQ, one pooled normal for ALQ-N.
+        symmetric: whether to search only sets that contain `-l` for every `l`, by the density of |r|.
         sweeps: largest number of sweeps; the search ends early once no level moves by more than 1e-9. Higher => closer to
             the stationary point.
 
     Returns:
         float64 `[num_levels]`.
+
+    Raises:
+        ValueError: for levels that are not symmetric although `symmetric` is set.
 
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
@@ -140,9 +155,9 @@ def alq(levels: Tensor, dist: TruncatedNormalMixture, sweeps: int = 30) -> Tenso
 
     Source: arXiv 2010.12460.
     """
-    search = _Search(levels, dist)
+    search = _Search(levels, dist, symmetric)
     starts = search.starts()
-    variables = half(starts)
+    variables = search.variables(starts)
     for _ in range(sweeps):
         before, variables = variables, search.sweep(variables)
         if (variables - before).abs().max() <= SETTLED:
@@ -151,7 +166,7 @@ def alq(levels: Tensor, dist: TruncatedNormalMixture, sweeps: int = 30) -> Tenso
     return search.best(torch.cat([search.full(variables), starts]))
 
 
-def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, num_steps: int = 50) -> Tensor:
+def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, num_steps: int = 50) -> Tensor:
     r"""`alq` by gradient descent on all levels at once (ALQ-GD), from the same starts.
 
     `l_j <- l_j - sign(g_j) min(rate |g_j|, 0.45 d_j)` with `g_j = dPsi/dl_j` and `d_j` the smaller gap next to l_j. This
@@ -159,7 +174,7 @@ def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, num_steps: int = 50) ->
     halved instead.
 
     Args:
-        levels, dist: as for `alq`; the result is the same too.
+        levels, dist, symmetric: as for `alq`; the result and the errors are the same too.
         num_steps: steps from each start.
 
     Example:
@@ -170,9 +185,9 @@ def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, num_steps: int = 50) ->
 
     Source: arXiv 2010.12460.
     """
-    search = _Search(levels, dist)
+    search = _Search(levels, dist, symmetric)
     starts = search.starts()
-    variables = _descend(half(starts), search.shifted_variance, _clipped_step, GRADIENT_RATE, num_steps)
+    variables = _descend(search.variables(starts), search.shifted_variance, _clipped_step, GRADIENT_RATE, num_steps)
     return search.best(torch.cat([search.full(variables), starts]))
 
 
@@ -208,7 +223,7 @@ def amq(multiplier: float, dist: TruncatedNormalMixture, bits: int, zero: bool =
     Source: arXiv 2010.12460.
     """
     present = exponential_levels(bits, multiplier, zero)
-    search, count = _Search(present, dist), present.numel() // 2
+    search, count = _Search(present, dist, True), present.numel() // 2
     starts = torch.tensor([[multiplier], *([i / 10] for i in range(1, 10))], dtype=torch.float64, device="cpu")
     constant = dist.quantization_variance(present) - search.shifted_variance(half(present))[0]
     powers = torch.arange(count - 1, 0, -1, dtype=torch.float64, device="cpu")
