@@ -51,7 +51,7 @@ class LocalMomentum(Momentum):
     """
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> LocalMomentumState:
-        return LocalMomentumState(pairs(tensors), pairs(dense), zeros_like_flat(tensors))
+        return LocalMomentumState(pairs(tensors), pairs(dense), sent=zeros_like_flat(tensors))
 
     def compensate(self, state: LocalMomentumState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         state.pending.append(state.momentum[name])

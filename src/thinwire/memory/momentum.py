@@ -157,7 +157,7 @@ class MomentumCorrection(Momentum):
         return self.masking
 
     def init(self, tensors: NamedTensors, dense: NamedTensors = ()) -> CorrectionState:
-        return CorrectionState(pairs(tensors), pairs(dense), pairs(tensors))
+        return CorrectionState(pairs(tensors), pairs(dense), velocity=pairs(tensors))
 
     def compensate(self, state: CorrectionState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))

@@ -23,7 +23,8 @@ def tail(s: Tensor) -> Tensor:
 
 
 def _mills_ratio(s: Tensor) -> Tensor:
-    return math.sqrt(math.pi / 2) * torch.special.erfcx(s / math.sqrt(2))
+    ratio: Tensor = math.sqrt(math.pi / 2) * torch.special.erfcx(s / math.sqrt(2))
+    return ratio
 
 
 def _tail_integrals(s: Tensor) -> tuple[Tensor, Tensor]:

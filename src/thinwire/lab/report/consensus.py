@@ -53,9 +53,9 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
         by_averager.setdefault(name, []).append(run)
     chosen: dict[str, Sequence[Row]] = {}
     for name, tried in by_averager.items():
-        run = best(tried, target)
-        step_size = run[0].get("step_size")
-        chosen[name if step_size is None else f"{name}, step size {step_size:g}"] = run
+        found = best(tried, target)
+        step_size = found[0].get("step_size")
+        chosen[name if step_size is None else f"{name}, step size {step_size:g}"] = found
     return chosen
 
 

@@ -243,10 +243,11 @@ class GradientRounds:
 
     def _take(self, task: Handle) -> None:
         """Wait for a task; a worker that has died breaks an elastic round only."""
+        has_arrived = False
         with self._transaction.attempt():
             task.wait()
-            return
-        self._is_broken = True
+            has_arrived = True
+        self._is_broken |= not has_arrived
 
     def _vote(self) -> None:
         """Commit the round if all workers have it; else go back to where it began."""
