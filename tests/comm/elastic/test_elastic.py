@@ -26,7 +26,8 @@ from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, groups, lighthouse
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.groups import GlooGroups
-from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, met, store_at
+from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
+from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
 from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
@@ -75,11 +76,9 @@ def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
     """Its numbers come back: with the same workers, before it knows all of them, and with one more."""
     told = iter([(1, "ab"), (1, "ab"), (2, "abc"), (1, "abc"), (1, "ab"), (2, "abc")])
 
-    def quorum(**request):
+    def quorum(claim, seconds):
         number, workers = next(told)
-        claim = Claim(workers, "10.0.0.1:1", 0, Version(), "", "", "", -1, "")
-        participants = [SimpleNamespace(replica_id=w, store_address="10.0.0.1:1", data=claim.data()) for w in workers]
-        return SimpleNamespace(quorum_id=number, participants=participants)
+        return number, [(worker, claim.store, claim.data()) for worker in workers]
 
     asker = Asker(SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a")
     found = []
@@ -108,7 +107,7 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
         comm = ElasticCommunicator(place.address, world.rank, quorum_seconds=60)
         if world.rank == 2:
             comm.load_state_dict({"rounds": 5})
-            comm._asker._client.heartbeat(comm._asker._id, timeout=timedelta(seconds=30))
+            comm._asker._client.heartbeat(comm._asker._id, 30.0)
             has_come.set()
             time.sleep(1)
         members = comm.form_round()
@@ -124,7 +123,7 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
 def test_a_lighthouse_at_an_ipv6_host_is_reached_at_its_address():
     """The host in its address had no brackets, so no client found the port."""
     place = lighthouse.Lighthouse(1, "::1")
-    client_of(place.address, None, 20.0).heartbeat("a", timeout=timedelta(seconds=20))
+    QuorumClient(place.address, None, 20.0).heartbeat("a", 20.0)
     place.close()
 
 
@@ -155,10 +154,9 @@ class Name:
 
 
 def test_a_lighthouse_that_moves_while_its_host_is_silent_is_found_again(monkeypatch):
-    """torchft's client kept its connection with the silent host for 80 seconds, and asked for a round on it."""
+    """Nothing ends the connection with the silent host, and the next question must not go there."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(lighthouse, "HEARTBEAT_SECONDS", 1.0)
-    monkeypatch.setattr(lighthouse, "SILENT_SECONDS", 0.5)
     before, after = (lighthouse.Lighthouse(1, "127.0.0.1") for _ in range(2))
     name = Name(int(before.address.rpartition(":")[2]))
     comm = ElasticCommunicator(f"http://127.0.0.1:{name.port}", min_workers=1, quorum_seconds=200.0)
@@ -184,8 +182,8 @@ def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_
         if world.rank == 1:
             client, asked = comm._asker._client, []
 
-            def missed(**question):
-                asked.append(client.quorum(**question))
+            def missed(*question):
+                asked.append(client.quorum(*question))
                 if len(asked) == 1:
                     raise ConnectionError("the Lighthouse has ended")
                 return asked[-1]
@@ -462,14 +460,8 @@ def test_only_an_elastic_communicator_has_rounds():
     LocalWorld(1).run(worker)
 
 
-def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
-    """Nor is one heard without credentials, or with the certificate of another run."""
-
-    def missing(name):
-        raise ValueError(f"{name} is not installed")
-
+def test_with_credentials_nobody_of_another_run_is_heard(tmp_path, monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(lighthouse, "_module", missing)
     credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
     place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
     with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):

@@ -1,10 +1,9 @@
-"""Who takes part in a round of a run with credentials: the rules, and callers that lie."""
+"""Who takes part in a round: the rules of a Lighthouse, and callers that lie."""
 
 from __future__ import annotations
 
 import json
 import threading
-from datetime import timedelta
 
 import pytest
 from helpers.keys import keys_of
@@ -12,7 +11,6 @@ from helpers.keys import keys_of
 from thinwire.comm import Lighthouse
 from thinwire.comm.elastic import quorums
 from thinwire.comm.elastic.claims import Claim
-from thinwire.comm.elastic.lighthouse import client_of
 from thinwire.comm.elastic.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
 from thinwire.comm.members import Version
 from thinwire.comm.tls.connections import Refused
@@ -146,10 +144,10 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
             client._client.ask(b"ask", b"2", b"nonce", b"[" * 2000, seconds=5)
             return
         own = Claim(str(number), "10.0.0.1:1", number, Version(), "", "", "", -1, "n")
-        found[number] = client.quorum(str(number), timedelta(seconds=20), own.store, own.data())
+        _, found[number] = client.quorum(own, 20.0)
 
     for number in range(3):
-        QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), timedelta(seconds=5))
+        QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), 5.0)
     threads = [threading.Thread(target=worker, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
@@ -157,26 +155,26 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
         thread.join(60)
     place.close()
     for number in range(2):
-        data = {member.replica_id: member.data for member in found[number].participants}
+        data = {id: data for id, _, data in found[number]}
         assert data["2"] is None and data["0"]["number"] == 0 and data["1"]["number"] == 1
 
 
 def test_credentials_belong_to_both_or_to_none(tmp_path):
     (ours,) = keys_of(tmp_path, "a")
     with pytest.raises(ValueError, match="the Lighthouse at http://host:1 knows no credentials"):
-        client_of("http://host:1", ours, 1.0)
+        QuorumClient("http://host:1", ours, 1.0)
     with pytest.raises(ValueError, match="the Lighthouse at https://host:1 needs credentials; see thinwire keys"):
-        client_of("https://host:1", None, 1.0)
+        QuorumClient("https://host:1", None, 1.0)
 
 
-def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told_at_once(tmp_path):
+def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told(tmp_path):
     """The worker waited for a quorum in vain, or 30 seconds for the Lighthouse."""
     (ours,) = keys_of(tmp_path, "a")
     secure, plain = Lighthouse(2, "127.0.0.1", credentials=ours), Lighthouse(2, "127.0.0.1")
-    with pytest.raises(ValueError, match=r"the Lighthouse at http://127\.0\.0\.1:\d+ needs credentials"):
-        client_of(secure.address.replace("https", "http"), None, 30.0)
+    with pytest.raises(Refused, match=r"127\.0\.0\.1:\d+ needs credentials; see thinwire keys"):
+        QuorumClient(secure.address.replace("https", "http"), None, 30.0)
     with pytest.raises(Refused, match=r"127\.0\.0\.1:\d+ does not speak TLS, so it knows no credentials"):
-        client_of(plain.address.replace("http", "https"), ours, 30.0)
-    client_of(plain.address, None, 30.0)
+        QuorumClient(plain.address.replace("http", "https"), ours, 30.0)
+    QuorumClient(plain.address, None, 30.0)
     plain.close()
     secure.close()

@@ -36,12 +36,12 @@ from .lighthouse import (
     RESTART_SECONDS,
     Asker,
     Missing,
-    client_of,
     met,
     reach,
     store_at,
     try_sockets,
 )
+from .quorums import QuorumClient
 from .replica import Processes
 
 CONNECT_SECONDS = 5.0
@@ -114,11 +114,9 @@ class Forming:
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
             with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
-                client = client_of(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
+                client = QuorumClient(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
             self.asker = Asker(client, self._id)
-        except ValueError:
-            raise
-        except Exception as error:
+        except OSError as error:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
@@ -258,13 +256,12 @@ class Forming:
                 return at_relay(self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1)), self._relay)
             except Refused as error:
                 raise CommunicationError(f"worker {self._number}: {error}") from error
-            except Exception as error:
+            except (OSError, ValueError) as error:  # a ValueError while this worker's credentials are replaced
                 if time.monotonic() + RETRY_SECONDS > deadline:
-                    reason = reason_of(error).partition(", details: ")[0][:300]
                     raise CommunicationError(
                         f"worker {self._number}: no quorum of {self._min_workers} workers within "
                         f"{self._quorum_seconds:g} seconds; see whether enough workers run, and whether they reach the "
-                        f"Lighthouse at {self._lighthouse} ({reason})"
+                        f"Lighthouse at {self._lighthouse} ({reason_of(error)})"
                     ) from error
                 if self.place:  # others may have had an answer, and wait for this worker in a round
                     self._groups.hang_up()

@@ -1,4 +1,4 @@
-"""The Lighthouse of runs with credentials: over TLS, with the rules of torchft's, which knows no encryption.
+"""What a Lighthouse does: over TLS in runs with credentials, and else in the clear, where it believes everybody.
 
 Workers send heartbeats, and ask for a round. All that ask get the same answer, once there is a quorum:
 
@@ -18,14 +18,13 @@ import secrets
 import threading
 import time
 from collections.abc import Callable
-from datetime import timedelta
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ...algorithm import require
 from ..addresses import parse_address
 from ..tls.connections import Client, Refused
 from ..tls.credentials import Credentials
-from .claims import MAX_TEXT
+from .claims import MAX_TEXT, Claim
 
 MAX_WORKERS, MAX_CLAIM_BYTES = 1024, 2048
 WAIT_SECONDS, TICK_SECONDS = 1.0, 0.05
@@ -143,65 +142,69 @@ class Quorums:
 
 
 class QuorumClient:
-    """What torchft's client of the Lighthouse does, over TLS.
+    """Asks the Lighthouse.
 
     Args:
-        address: of the Lighthouse, "https://host:port".
-        credentials: of this worker.
+        address: of the Lighthouse, "http://host:port", or "https://host:port" if it has credentials.
+        credentials: of this worker; None for runs without.
         seconds: within which it must answer.
 
     Raises:
+        ValueError: only one of the Lighthouse and this worker has credentials.
         OSError: it does not answer, or refuses this worker.
     """
 
-    def __init__(self, address: str, credentials: Credentials, seconds: float):
-        host, port = parse_address(address.removeprefix("https://").rstrip("/"))
+    def __init__(self, address: str, credentials: Credentials | None, seconds: float):
+        require(
+            address.startswith("https://") == (credentials is not None),
+            f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
+        )
+        host, port = parse_address(address.partition("://")[2].rstrip("/"))
         self._client = Client(host, port, credentials)
         self._client.connect(seconds)
 
-    def heartbeat(self, id: str, timeout: timedelta) -> None:
+    def heartbeat(self, id: str, seconds: float) -> None:
         """Say that this worker lives."""
-        self._client.ask(b"beat", id.encode(), seconds=timeout.total_seconds())
+        self._client.ask(b"beat", id.encode(), seconds=seconds)
 
-    def leave(self, id: str, timeout: timedelta) -> None:
+    def leave(self, id: str, seconds: float) -> None:
         """Say that this worker asks for no more rounds, so that the others need not miss its heartbeats first."""
-        self._client.ask(b"leave", id.encode(), seconds=timeout.total_seconds())
+        self._client.ask(b"leave", id.encode(), seconds=seconds)
 
-    def quorum(self, replica_id: str, timeout: timedelta, store_address: str, data: Any, **_: Any) -> Any:
-        """Ask for a round; returns its number, and what its workers say of themselves.
+    def quorum(self, claim: Claim, seconds: float) -> tuple[int, list[tuple[str, str, Any]]]:
+        """Ask for a round; returns its number, and the id and store of each worker, with what else it says of itself.
+
+        That is checked later, and is None if it cannot be read.
 
         Raises:
             OSError: there was no quorum in time, or the Lighthouse does not answer.
         """
-        deadline, nonce = time.monotonic() + timeout.total_seconds(), secrets.token_bytes(16)
-        claim = json.dumps([store_address, data]).encode()
+        deadline, nonce = time.monotonic() + seconds, secrets.token_bytes(16)
+        question = b"ask", claim.id.encode(), nonce, json.dumps([claim.store, claim.data()]).encode()
         while (left := deadline - time.monotonic()) > 0:
-            what, *answer = self._client.ask(
-                b"ask", replica_id.encode(), nonce, claim, seconds=min(left, WAIT_SECONDS) + WAIT_SECONDS
-            )
+            what, *answer = self._client.ask(*question, seconds=min(left, WAIT_SECONDS) + WAIT_SECONDS)
             if what == QUORUM:
                 return _read(answer[0])
         raise TimeoutError("there was no quorum in time")
 
 
-def _read(answer: bytes) -> Any:
-    """The quorum in an answer, in the form of torchft's.
+def _read(answer: bytes) -> tuple[int, list[tuple[str, str, Any]]]:
+    """The quorum in an answer.
 
     Raises:
         ConnectionError: it is none.
     """
     try:
         quorum = json.loads(answer)
-        number, members = int(quorum["number"]), [_member(str(id), claim) for id, claim in quorum["workers"]]
+        return int(quorum["number"]), [(str(id), *_said(claim)) for id, claim in quorum["workers"]]
     except (ValueError, TypeError, KeyError) as error:
         raise ConnectionError(f"the Lighthouse gave an answer that is none: {error}") from None
-    return SimpleNamespace(quorum_id=number, participants=members)
 
 
-def _member(id: str, claim: str) -> Any:
-    """One worker of a quorum; what it says of itself is checked later, and is None if it cannot be read."""
+def _said(claim: str) -> tuple[str, Any]:
+    """A worker's store, and what else it says of itself."""
     try:
         store, data = json.loads(claim)
     except (ValueError, TypeError, RecursionError):
-        store, data = "", None
-    return SimpleNamespace(replica_id=id, store_address=str(store), data=data)
+        return "", None
+    return str(store), data

@@ -306,13 +306,16 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         connection = raw if context is None else context.wrap_socket(raw)
         set_deadline(connection, deadline)
         if connection.recv(1) != ACCEPTED:
+            if context is None and speaks_tls(host, port, seconds):
+                raise Refused(f"{where} needs credentials; see thinwire keys")
             raise ConnectionResetError("it hung up")
         return connection
     except BaseException as error:
         (connection or raw).close()
         if isinstance(error, ssl.SSLCertVerificationError):
             raise Refused(f"{where} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
-        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        is_plain = isinstance(error, ssl.SSLEOFError) and _speaks_first(host, port, seconds)
+        if is_plain or getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise Refused(f"{where} does not speak TLS, so it knows no credentials") from None
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
             raise Refused(f"{where} refuses this worker: {_alert(error.reason)}") from None
@@ -326,6 +329,15 @@ def speaks_tls(host: str, port: int, seconds: float) -> bool:
     try:
         with dial_small(host, port, seconds) as raw, context.wrap_socket(raw):
             return True
+    except OSError:
+        return False
+
+
+def _speaks_first(host: str, port: int, seconds: float) -> bool:
+    """Whether a listener accepts callers before it hears anything, as one of ours does without credentials."""
+    try:
+        with dial_small(host, port, min(1.0, seconds)) as raw:
+            return raw.recv(1) == ACCEPTED
     except OSError:
         return False
 
