@@ -48,10 +48,6 @@ HERE = [  # what a command matches, and how it runs on this one machine, in an e
     (r"^pip install '?\.(\[[\w,]+\])?'?$", r"pip install -q -c constraints.txt 'thinwire\1'"),
     (r"examples/sweeps/digits\.toml", "short/digits.toml"),
     (
-        r"^thinwire train (?!.*--credentials).*--elastic.*",
-        r"pip install -q -c constraints.txt 'thinwire[elastic]' && \g<0>",
-    ),
-    (
         r".*gpu\.py --dry-run.*",
         r"pip install -q -c constraints.txt 'thinwire[gpu]' pytest pytest-xdist hypothesis && \g<0>",
     ),

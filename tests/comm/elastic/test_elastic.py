@@ -19,11 +19,10 @@ from helpers.elastic import serve, worker
 from helpers.keys import keys_of
 from helpers.listeners import listening
 from helpers.program import Program, wait_until
-from torch._subclasses import FakeTensorMode
 
 from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
-from thinwire.comm.elastic import communicator, groups, lighthouse
+from thinwire.comm.elastic import communicator, lighthouse
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.groups import GlooGroups
 from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
@@ -316,9 +315,9 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def worker(comm):
-        group = GlooGroups(timedelta(seconds=60), on_gpus=False)
+        group = GlooGroups(timedelta(seconds=60))
         with store_at(f"127.0.0.1:{store.port}/place", timedelta(seconds=3)) as found:
-            group.connect(found, "", comm.rank, 2, timedelta(seconds=3))
+            group.connect(found, comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
         if comm.rank == 0:
             group.exchange({}, {1: received})()
@@ -377,80 +376,6 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     place.close()
 
 
-class OnGpus:
-    """In place of the process group over NCCL, which needs GPUs: notes what it is asked to do."""
-
-    def __init__(self):
-        self.places, self.done, self.error = [], [], None
-
-    def configure(self, place, *args):
-        self.places.append(place)
-
-    def errored(self):
-        return self.error
-
-    def abort(self):
-        self.done.append("abort")
-
-    def allreduce(self, tensors, options):
-        return self._work("all-reduce")
-
-    def broadcast(self, tensors, options):
-        return self._work(f"broadcast from {options.rootRank}")
-
-    def exchange(self, sends, receives):
-        return self._work(f"exchange with {sorted(sends)}")
-
-    def _work(self, name):
-        self.done.append(name)
-        return SimpleNamespace(wait=lambda: None)
-
-
-def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_round(monkeypatch):
-    """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(communicator, "require", lambda *args: None)  # there is no GPU
-    monkeypatch.setattr(groups, "nccl_group", lambda timeout: OnGpus())
-    place = lighthouse.Lighthouse(2, "127.0.0.1")
-    with FakeTensorMode():
-        on_gpu = torch.empty(6, dtype=torch.uint8, device="cuda")
-
-    def worker(world):
-        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=20, backend="nccl")
-        group, committed = comm._groups.nccl, []
-        for error in (None, RuntimeError("a peer is gone") if world.rank else None, None):
-            comm.open_round(comm.form_round())
-            number = torch.tensor([world.rank])
-            assert [int(other) for other in comm.all_gather(number).wait()] == [0, 1]
-            assert comm.all_reduce(torch.ones(3)).wait().tolist() == [2.0] * 3
-            assert comm.broadcast(number.clone(), 1).wait().tolist() == [1]
-            comm._start_all_reduce(on_gpu)()
-            comm._start_broadcast(on_gpu, 1)()
-            comm._start_exchange({1 - comm.rank: on_gpu}, {1 - comm.rank: on_gpu})()
-            group.error = error
-            committed.append(comm.close_round(True))
-            group.error = None
-        comm.close()
-        assert comm.ledger.collectives["all_reduce"] == Traffic(calls=3, messages=3, bytes_sent=36, bytes_received=36)
-        return committed, group.done, group.places
-
-    first, second = LocalWorld(2).run(worker)
-    place.close()
-    for rank, (committed, done, places) in enumerate((first, second)):
-        operations = ["all-reduce", "broadcast from 1", f"exchange with [{1 - rank}]"]
-        assert committed == [True, False, True]
-        assert [name for name in done if name != "abort"] == 3 * operations
-        assert "abort" in done[2 * len(operations) :]
-        assert len(set(places)) == len(places) == 2 and all(name.endswith("/gpus") for name in places), places
-    assert first[2] == second[2]
-
-
-def test_nccl_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="worker 3: backend 'nccl' needs a GPU"):
-        ElasticCommunicator("http://127.0.0.1:1", 3, backend="nccl")
-
-
 def test_only_an_elastic_communicator_has_rounds():
     def worker(comm):
         assert not comm.is_elastic and comm.in_round
@@ -460,12 +385,18 @@ def test_only_an_elastic_communicator_has_rounds():
     LocalWorld(1).run(worker)
 
 
-def test_with_credentials_nobody_of_another_run_is_heard(tmp_path, monkeypatch):
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_round_has_the_operations_of_a_communicator_and_with_credentials_no_other_run_is_heard(
+    is_encrypted, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
+    credentials, (other,) = [None, None], [None]
+    if is_encrypted:
+        credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
     place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
-    with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
-        ElasticCommunicator(place.address, 7, credentials=other)
+    if is_encrypted:
+        with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
+            ElasticCommunicator(place.address, 7, credentials=other)
 
     def worker(world):
         comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=60, credentials=credentials[world.rank])

@@ -298,7 +298,7 @@ class Forming:
             with met(claims[0].store, meeting, rank, len(claims), limit, self._credentials) as store:
                 if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
                     reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
-                self._groups.connect(store, f"{claims[0].store}/{meeting}", rank, len(claims), limit)
+                self._groups.connect(store, rank, len(claims), limit)
         except Exception as error:
             if NO_DESCRIPTORS in str(error):  # others do not learn it, and would wait for it in each round
                 raise LeftOut(

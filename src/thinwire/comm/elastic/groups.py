@@ -1,4 +1,4 @@
-"""Operations of an elastic round on its connections: over Gloo and NCCL, or with credentials over our own."""
+"""Operations of an elastic round on its connections: over Gloo, or with credentials over our own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ..sums import Route, Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
-from .lighthouse import Missing, nccl_group
+from .lighthouse import Missing
 
 
 class Groups(ABC):
@@ -30,24 +30,21 @@ class Groups(ABC):
         timeout: how long an operation may take; over connections of our own, how long a line may be cut.
 
     Attributes:
-        limit: how long to wait for a message between processors; it may be changed.
-        nccl: what sends tensors between GPUs; None if they go through main memory.
+        limit: how long to wait for a message; it may be changed.
         route: of all-reduces between those that are connected.
     """
 
-    nccl: Any = None
     route: Route
 
     def __init__(self, timeout: timedelta):
         self.limit = self._timeout = timeout
 
     @abstractmethod
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         """Connect with other workers, instead of those before.
 
         Args:
             store: where they meet.
-            place: its address, "host:port/prefix".
             rank, size: of this worker in the round.
             limit: how long it may take.
         """
@@ -66,59 +63,34 @@ class Groups(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         """Add up a tensor over all workers, in place."""
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self.nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
         return partial(wait_and_copy, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Give all workers the tensor of rank `root`, in place."""
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self.nccl.broadcast([tensor], _from_rank(root)))
         sent = _in_main_memory(tensor)
         return partial(wait_and_copy, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
-        if any(map(self._goes_over_nccl, (*sends.values(), *receives.values()))):
-            return partial(_order_stream, self.nccl.exchange(sends, receives))
         landing, sent = ({peer: _in_main_memory(t) for peer, t in side.items()} for side in (receives, sends))
         wait = self._connected()._start_exchange(sent, landing)
         return partial(wait_and_copy, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
-    def errored(self) -> Exception | None:
-        """Wait for the operations between GPUs; returns why one failed. Other operations have said so before."""
-        error: Exception | None = None if self.nccl is None else self.nccl.errored()
-        return error
-
-    def _goes_over_nccl(self, tensor: Tensor) -> bool:
-        return self.nccl is not None and tensor.device.type == "cuda"
-
 
 class GlooGroups(Groups):
-    """Over Gloo, and NCCL for tensors on GPUs if asked for.
+    """Over Gloo."""
 
-    Args:
-        timeout: see `Groups`.
-        on_gpus: whether tensors on GPUs go over NCCL.
-
-    Raises:
-        ValueError: torchft is not installed, which NCCL needs.
-    """
-
-    def __init__(self, timeout: timedelta, on_gpus: bool):
+    def __init__(self, timeout: timedelta):
         super().__init__(timeout)
-        self.nccl = nccl_group(timeout) if on_gpus else None
         # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
         self._gloo: Any = None  # before the first round, and while one is connected
         self._sums: Sums | None = None
 
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         self.close()
         group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
-        if self.nccl is not None:
-            self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
         self._gloo = group
         # Workers of one host are few; to find them would take a step in each round.
         self.route = Route(rank, range(size))
@@ -126,8 +98,6 @@ class GlooGroups(Groups):
         self._sums = Sums(self.route, partial(post, group, self._waiting), self._numbers, Later())
 
     def hang_up(self) -> None:
-        if self.nccl is not None:
-            self.nccl.abort()
         if self._gloo is not None:
             hang_up(self._gloo)
 
@@ -181,7 +151,7 @@ class TcpGroups(Groups):
         self._credentials, self._listens, self._relay = credentials, listens, relay
         self._comm: TcpCommunicator | None = None
 
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         self.hang_up()
         try:
             self._comm = TcpCommunicator.from_store(
@@ -213,11 +183,6 @@ class TcpGroups(Groups):
             raise CommunicationError("the round was given up")
         self._comm.limit_seconds = self.limit.total_seconds()
         return self._comm
-
-
-def _order_stream(work: Any) -> None:
-    """Make the current stream wait; the host does not."""
-    work.wait()
 
 
 def _from_rank(root: int) -> dist.BroadcastOptions:

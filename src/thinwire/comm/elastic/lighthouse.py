@@ -9,19 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from importlib import import_module
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
@@ -74,44 +70,6 @@ class Lighthouse:
 
     close: Callable[[], None]
     """Stop it."""
-
-
-def nccl_group(timeout: timedelta) -> Any:
-    """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
-
-    An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
-
-    Raises:
-        ValueError: torchft is not installed.
-    """
-    try:
-        groups: Any = import_module("torchft.process_group")
-    except ImportError as error:
-        raise ValueError(
-            f"elastic runs over NCCL need torchft, which cannot be imported ({error}); install the extra: "
-            "pip install '.[elastic]' in the folder of thinwire's sources"
-        ) from None
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
-
-    class Group(groups.ProcessGroupNCCL):  # type: ignore[misc]
-        def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-            """Start sends and receives as one operation: they deadlock otherwise."""
-            device = next(iter((*sends.values(), *receives.values()))).device
-            with self._run_context():
-                self.parent._start_coalescing(device)
-                for peer, tensor in receives.items():
-                    self.parent.recv([tensor], peer, 0)
-                for peer, tensor in sends.items():
-                    self.parent.send([tensor], peer, 0)
-                return self._wrap_work(self.parent._end_coalescing(device), None)
-
-        def errored(self) -> Exception | None:
-            torch.cuda.synchronize()  # operations end on streams of their own
-            error: Exception | None = super().errored()
-            return error
-
-    return Group(timeout)
 
 
 @contextlib.contextmanager

@@ -74,7 +74,7 @@ def work(
             else:
                 with same_error_on_all():
                     choose_interface(config.interface, one_node=host == LOOPBACK)
-                with communicator(config, lighthouse, number, config.workers, is_late=is_restart) as comm:
+                with communicator(config, lighthouse, number, is_late=is_restart) as comm:
                     loop.run(config, folder, comm, interruption, callbacks, is_restart)
             store.set(f"finished/{number}", "")
     except Interrupted as stop:
