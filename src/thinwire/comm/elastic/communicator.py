@@ -53,15 +53,13 @@ from torch import Tensor
 
 from ...algorithm import require
 from ...options import require_integer, require_number
-from ...streams import refuse_capture
-from ..background import Background
 from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError, nothing
+from ..issuer import Issuer
 from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..notice import said_if_late
 from ..process_group import ProcessGroupCommunicator
-from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
 from .claims import MAX_NUMBER, MAX_ROUNDS, Claim, differing, members_of, place_of
 from .forming import Forming
@@ -161,8 +159,7 @@ class ElasticCommunicator(Communicator):
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
-        self._issuer = Background("thinwire-comm")
-        self._streams = SideStreams(self._issuer)
+        self._issuer = Issuer()
         self._history, self._known_place = History(), ""
         self._patience, self._check_every = Patience(timeout_seconds), check_every
         self._groups: Groups = (
@@ -472,12 +469,7 @@ class ElasticCommunicator(Communicator):
         if self._error is not None:
             raise CommunicationError(f"rank {self.rank}: the round has failed: {self._error}")
         device = tensors[0].device if tensors else torch.device("cpu")
-        refuse_capture(device)
-        start = partial(self._begun, start)
-        if device.type == "cpu":
-            issued = self._issuer.submit(start)
-            return partial(self._complete, lambda: issued.wait()())
-        return partial(self._complete, self._streams.issue_copied(device, start))
+        return partial(self._complete, self._issuer.issue(device, partial(self._begun, start)))
 
     def _begun(self, start: Start) -> Callable[[], Any]:
         if self._error is not None:

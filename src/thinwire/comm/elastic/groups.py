@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ..background import Later
-from ..exit import until_exit
-from ..gloo import Works, hang_up, post, wait_and_copy, wait_for_all
+from ..gloo import GlooPeers, wait_and_copy
 from ..handle import CommunicationError
 from ..numbered import Numbers, Wait
 from ..sums import Route, Sums
@@ -83,23 +82,22 @@ class GlooGroups(Groups):
 
     def __init__(self, timeout: timedelta):
         super().__init__(timeout)
-        # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
-        self._gloo: Any = None  # before the first round, and while one is connected
+        self._gloo: GlooPeers | None = None  # before the first round, and while none is connected
         self._sums: Sums | None = None
 
     def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         self.close()
         group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
-        self._gloo = group
+        self._gloo = GlooPeers(group)
         # Workers of one host are few; to find them would take a step in each round.
         self.route = Route(rank, range(size))
         self._numbers = Numbers(size)
-        self._sums = Sums(self.route, partial(post, group, self._waiting), self._numbers, Later())
+        self._sums = Sums(self.route, self._gloo.post, self._numbers, Later())
 
     def hang_up(self) -> None:
         if self._gloo is not None:
-            hang_up(self._gloo)
+            self._gloo.hang_up()
 
     def close(self) -> None:
         self._gloo = self._sums = None  # the group closes its connections when it is deleted
@@ -107,6 +105,7 @@ class GlooGroups(Groups):
     def _connected(self) -> GlooGroups:
         if self._gloo is None:
             raise CommunicationError("the round was given up")
+        self._gloo.limit = self.limit  # Gloo's own one is that of connecting
         return self
 
     def _start_all_reduce(self, tensor: Tensor) -> Wait:
@@ -114,20 +113,13 @@ class GlooGroups(Groups):
         return self._sums.start(tensor)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
-        return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
+        assert self._gloo is not None, "it is connected"
+        work = self._gloo.group.broadcast([tensor], _from_rank(root))
+        return partial(self._gloo.wait, [(f"from rank {root}", work)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        return post(self._gloo, self._waiting, self._numbers.sending(sends), self._numbers.receiving(receives))
-
-    def _waiting(self, works: Works) -> Wait:
-        # Each wait names its limit, because Gloo's own one is that of connecting.
-        gloo = self._gloo
-
-        def wait() -> None:
-            with until_exit(partial(hang_up, gloo)):
-                wait_for_all(works, limit=self.limit)
-
-        return wait
+        assert self._gloo is not None, "it is connected"
+        return self._gloo.post(self._numbers.sending(sends), self._numbers.receiving(receives))
 
 
 class TcpGroups(Groups):
