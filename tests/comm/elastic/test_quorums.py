@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from types import SimpleNamespace
 
 import pytest
 from helpers.keys import keys_of
@@ -21,62 +22,78 @@ BEAT = 3.0
 class Scene:
     """Quorums at a time that the test sets; nobody waits."""
 
-    def __init__(self, monkeypatch, min_workers=2, join_seconds=60.0):
+    def __init__(self, monkeypatch, min_workers=2, join_seconds=60.0, restart_seconds=0.0):
         monkeypatch.setattr(quorums, "WAIT_SECONDS", 0.0)
-        self.now, self.asked = 100.0, 0
-        self.quorums = Quorums(min_workers, join_seconds, BEAT, clock=lambda: self.now)
+        monkeypatch.setattr(quorums, "RESTART_SECONDS", restart_seconds)
+        monkeypatch.setattr(quorums, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.now = 100.0
+        self.quorums = Quorums(min_workers, join_seconds, BEAT)
 
     def beat(self, *ids):
         for id in ids:
             assert self.quorums.answer([b"beat", id.encode()]) == [OK]
 
     def ask(self, id, nonce=b"1", claim='["10.0.0.1:1", {}]'):
-        """The workers of the quorum and its number; None while there is none."""
+        """The workers of the quorum; None while there is none."""
         what, *answer = self.quorums.answer([b"ask", id.encode(), nonce, claim.encode()])
         assert what in (QUORUM, WAIT)
         if what == WAIT:
             return None
-        quorum = json.loads(answer[0])
-        return "".join(worker for worker, _ in quorum["workers"]), quorum["number"]
+        return "".join(worker for worker, _ in json.loads(answer[0]))
 
 
 def test_a_quorum_waits_for_all_that_live_and_gives_all_the_same_answer(monkeypatch):
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
     assert scene.ask("c") is None and scene.ask("a") is None
-    assert scene.ask("b") == ("abc", 1)
-    assert scene.ask("a") == scene.ask("c") == ("abc", 1)  # the same question, again
+    assert scene.ask("b") == "abc"
+    assert scene.ask("a") == scene.ask("c") == "abc"  # the same question, again
 
 
 def test_workers_of_the_last_quorum_wait_for_nobody(monkeypatch):
     scene = Scene(monkeypatch)
-    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+    assert scene.ask("a") is None and scene.ask("b") == "ab"
     scene.beat("a", "b", "c")  # c loads its data
     assert scene.ask("a", b"2") is None
-    assert scene.ask("b", b"2") == ("ab", 1)
+    assert scene.ask("b", b"2") == "ab"
     assert scene.ask("c", b"1") is None and scene.ask("a", b"3") is None
-    assert scene.ask("b", b"3") == ("abc", 2)
-    assert scene.ask("a", b"3") == ("abc", 2) == scene.ask("c", b"1")
+    assert scene.ask("b", b"3") == "abc"
+    assert scene.ask("a", b"3") == "abc" == scene.ask("c", b"1")
+
+
+def test_new_workers_begin_no_run_before_a_new_lighthouse_has_heard_of_the_old_ones(monkeypatch):
+    """Or before one has that knew nobody for long. Two new workers reach it first."""
+    scene = Scene(monkeypatch, restart_seconds=1.5)
+    scene.now += 100.0
+    for nonce in (b"1", b"2"):
+        assert scene.ask("a", nonce) is None and scene.ask("b", nonce) is None
+        scene.now += 1.0
+        scene.beat("old")  # it is in a long round
+        assert scene.ask("a", nonce) is None
+        scene.now += 0.5
+        assert scene.ask("b", nonce) is None and scene.ask("old", nonce) == "abold"
+        for id in ("a", "b", "old"):
+            assert scene.quorums.answer([b"leave", id.encode()]) == [OK]
 
 
 def test_a_worker_without_heartbeats_is_left_out(monkeypatch):
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
-    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert [scene.ask(id) for id in "abc"][-1] == "abc"
     assert scene.ask("a", b"2") is None and scene.ask("b", b"2") is None  # c may still come
     scene.now += BEAT
     assert scene.ask("a", b"2") is None  # b's last question is as old
-    assert scene.ask("b", b"2") == ("ab", 2)
+    assert scene.ask("b", b"2") == "ab"
 
 
 def test_nobody_waits_for_a_worker_that_has_left(monkeypatch):
     """They waited until they had missed its heartbeats for three seconds."""
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
-    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert [scene.ask(id) for id in "abc"][-1] == "abc"
     assert scene.ask("c", b"2") is None and scene.ask("a", b"2") is None
     assert scene.quorums.answer([b"leave", b"c"]) == [OK]
-    assert scene.ask("b", b"2") == ("ab", 2)
+    assert scene.ask("b", b"2") == "ab"
 
 
 def test_there_are_never_two_quorums_at_once(monkeypatch):
@@ -87,7 +104,7 @@ def test_there_are_never_two_quorums_at_once(monkeypatch):
         scene.now += 1.0
         scene.beat("c", "d")
         assert scene.ask("a") is None and scene.ask("b") is None  # half of those that live
-    assert scene.ask("c") == ("abc", 1)  # the first one asked long ago
+    assert scene.ask("c") == "abc"  # the first one asked long ago
 
 
 def test_fewer_than_the_minimum_wait_but_those_of_the_last_quorum(monkeypatch):
@@ -95,14 +112,14 @@ def test_fewer_than_the_minimum_wait_but_those_of_the_last_quorum(monkeypatch):
     assert scene.ask("a") is None
     scene.now += 2
     assert scene.ask("a") is None and scene.ask("b") is None
-    assert scene.ask("c") == ("abc", 1)
+    assert scene.ask("c") == "abc"
 
 
 def test_a_question_of_a_worker_that_died_is_forgotten(monkeypatch):
     scene = Scene(monkeypatch)
     assert scene.ask("dead") is None
     scene.now += BEAT
-    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+    assert scene.ask("a") is None and scene.ask("b") == "ab"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +161,7 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
             client._client.ask(b"ask", b"2", b"nonce", b"[" * 2000, seconds=5)
             return
         own = Claim(str(number), "10.0.0.1:1", number, Version(), "", "", "", -1, "n")
-        _, found[number] = client.quorum(own, 20.0)
+        found[number] = client.quorum(own, 20.0)
 
     for number in range(3):
         QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), 5.0)

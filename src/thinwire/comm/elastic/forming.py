@@ -33,7 +33,6 @@ from .groups import Groups
 from .history import History
 from .lighthouse import (
     HEARTBEAT_SECONDS,
-    RESTART_SECONDS,
     Asker,
     Missing,
     met,
@@ -52,6 +51,8 @@ LEFT_OUT_SECONDS = 60.0
 """Until the others try again to reach a worker that was left out."""
 RETRY_SECONDS = 0.2
 """Before a worker asks a Lighthouse again that did not answer."""
+TOO_FEW_SECONDS = 1.0
+"""Until a worker asks again where too few take part; meanwhile the Lighthouse hears of more."""
 OTHERS = "configuration of process"
 """Begins the names of settings that are hashes, which say less than those of process 0."""
 NO_DESCRIPTORS = os.strerror(errno.EMFILE)
@@ -99,7 +100,6 @@ class Forming:
         self.place, self._size, self._failures, self._why = "", 1, 0, ""
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
-        self._is_partial = False
         self.host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
         self._relay = None if relay is None else parse_address(relay)
         if self._relay is not None:
@@ -153,12 +153,12 @@ class Forming:
             # Process 0 alone tells others its settings, so those of its other processes go along as hashes.
             self.settings |= dict(zip(names, configurations[1:], strict=True))
         claim = partial(self._claim, history, rank, all(heals), digest, ports)
-        self._is_partial, claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
+        claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
         members = (read_claim(id, store, data) for id, store, data in claims)
         return tuple(member for member in members if member is not None)
 
-    def _chosen(self, claim: Callable[[], Claim], deadline: float) -> tuple[bool, list[Any]]:
-        """Whether the Lighthouse has heard of some workers only, and the claims of those that take part, as plain values."""
+    def _chosen(self, claim: Callable[[], Claim], deadline: float) -> list[Any]:
+        """The claims of those that take part, as plain values."""
         same_number = None
         while True:
             choice = choose(self._asked(claim, deadline))
@@ -188,21 +188,20 @@ class Forming:
                 f"worker {self._number} takes no part: the Lighthouse at {self._lighthouse} answers without a claim of it that "
                 "can be true; see the lines above, and whether all machines run the same version of thinwire"
             )
-        return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
+        return [[member.id, member.store, member.data()] for member in choice.members]
 
     def connect(self, claims: tuple[Claim, ...]) -> int:
         """Connect with these workers, unless this worker is; returns its rank.
 
         Raises:
-            CommunicationError: a worker did not come, there are too few, or the Lighthouse restarts.
+            CommunicationError: a worker did not come, or there are too few.
             LeftOut: this process cannot open the sockets that the round needs.
         """
         size = len(claims)
-        if self._is_partial or size < self._min_workers:
-            # Meanwhile the Lighthouse hears of more workers.
-            time.sleep(RESTART_SECONDS)
-            what = "has restarted, and knows" if self._is_partial else f"waits for {self._min_workers} workers, and has"
-            raise CommunicationError(f"worker {self._number}: the Lighthouse {what} {size} so far")
+        if size < self._min_workers:
+            time.sleep(TOO_FEW_SECONDS)
+            what = f"waits for {self._min_workers} workers, and has {size} so far"
+            raise CommunicationError(f"worker {self._number}: the Lighthouse {what}")
         rank = [claim.number for claim in claims].index(self._number)
         if not self.place or {claim.connection for claim in claims} != {self.place} or size != self._size:
             self._connect_anew(claims, rank)

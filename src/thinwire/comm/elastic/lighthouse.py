@@ -34,8 +34,6 @@ HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
 BEAT_SECONDS = 0.2
 """Between two heartbeats."""
-RESTART_SECONDS = 1.0
-"""After which a Lighthouse that restarts has heard of all workers."""
 log = logging.getLogger("thinwire")
 
 
@@ -95,17 +93,10 @@ class Asker:
     Args:
         client: of the Lighthouse; None in a process whose worker has another one that asks.
         id: of this process.
-
-    Attributes:
-        is_partial: whether the last answer lacks workers because the Lighthouse has restarted, and has not heard of all yet.
     """
 
     def __init__(self, client: QuorumClient | None, id: str):
         self._client, self._id = client, id
-        self._since = time.monotonic()
-        self._workers: list[str] = []
-        self._number = 0
-        self.is_partial = False
         self._until = 0.0
         self._is_closed, self._wakened = False, threading.Event()
         self._thread = threading.Thread(target=self._beat, name="thinwire-heartbeat", daemon=True)
@@ -133,22 +124,7 @@ class Asker:
         """
         assert self._client is not None, "this process asks"
         self.expect(seconds)
-        # The first time: if a run goes on and its Lighthouse has restarted, new workers must not begin another run before it
-        # has heard of the old ones. It waits for those.
-        time.sleep(max(self._since + RESTART_SECONDS - time.monotonic(), 0.0))
-        return self._claims(*self._client.quorum(claim, seconds))
-
-    def _claims(self, number: int, said: list[tuple[str, str, Any]]) -> list[Claim]:
-        workers = [id for id, _, _ in said]
-        # Numbers of quorums grow with each change of workers, and begin again with the Lighthouse.
-        has_restarted = number < self._number + (workers != self._workers)
-        self.is_partial = has_restarted and not set(self._workers) <= set(workers)
-        self._workers, self._number = workers, number
-        claims = [read_claim(*one) for one in said]
-        for worker, claim in zip(workers, claims, strict=True):
-            if claim is None:
-                log.warning("%r takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
-        return [claim for claim in claims if claim is not None]
+        return _claims(self._client.quorum(claim, seconds))
 
     def _beat(self) -> None:
         assert self._client is not None, "this process asks"
@@ -161,6 +137,15 @@ class Asker:
                     self._client.heartbeat(self._id, HEARTBEAT_SECONDS)
         with contextlib.suppress(Exception), until_exit():  # after the last heartbeat, which would bring it back
             self._client.leave(self._id, HEARTBEAT_SECONDS)
+
+
+def _claims(said: list[tuple[str, str, Any]]) -> list[Claim]:
+    """What workers say of themselves, without what cannot be true."""
+    claims = {worker: read_claim(worker, store, data) for worker, store, data in said}
+    for worker, claim in claims.items():
+        if claim is None:
+            log.warning("%r takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
+    return [claim for claim in claims.values() if claim is not None]
 
 
 class Missing(CommunicationError):

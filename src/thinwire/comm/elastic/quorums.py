@@ -7,6 +7,9 @@ Workers send heartbeats, and ask for a round. All that ask get the same answer, 
     3. more than half of those that live ask, so that no two quorums are there at once, and at least `min_workers`; and the
        first one asked `join_seconds` ago
 
+Where nobody was known, there is no quorum within `RESTART_SECONDS` after the first worker is heard: the Lighthouse may have
+restarted while a run went on, and new workers must not begin another one before it has heard of the old ones.
+
 A worker lives while its heartbeats come, or until it says that it leaves. A question is asked again every second until it is
 answered, so that one whose worker has died is soon forgotten.
 """
@@ -17,7 +20,6 @@ import json
 import secrets
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from ...algorithm import require
@@ -28,6 +30,8 @@ from .claims import MAX_TEXT, Claim
 
 MAX_WORKERS, MAX_CLAIM_BYTES = 1024, 2048
 WAIT_SECONDS, TICK_SECONDS = 1.0, 0.05
+RESTART_SECONDS = 1.5
+"""After which a Lighthouse that restarts has heard of all workers, from the first one on."""
 WAIT, QUORUM, OK = b"wait", b"quorum", b"ok"
 
 
@@ -47,23 +51,17 @@ class Quorums:
         min_workers: fewer do not form a quorum.
         join_seconds: how long a quorum waits for live workers that have not asked for it.
         heartbeat_seconds: a worker is taken for dead after so long without a heartbeat.
-        clock: seconds.
     """
 
-    def __init__(
-        self,
-        min_workers: int,
-        join_seconds: float,
-        heartbeat_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, min_workers: int, join_seconds: float, heartbeat_seconds: float):
         self._min_workers, self._join_seconds, self._heartbeat_seconds = min_workers, join_seconds, heartbeat_seconds
-        self._clock, self._formed = clock, threading.Condition()
+        self._formed = threading.Condition()
         self._beats: dict[str, float] = {}
+        self._since = 0.0  # when the first of them was heard
         self._questions: dict[str, Question] = {}
         self._workers: list[str] = []  # of the last quorum
         self._answered: dict[str, bytes] = {}  # their questions
-        self._number, self._answer = 0, b""
+        self._answer = b""
 
     def answer(self, question: list[bytes]) -> list[bytes]:
         """The answer to a worker's question, its heartbeat, or its farewell.
@@ -88,7 +86,9 @@ class Quorums:
         raise ValueError(f"unknown question {what!r}")
 
     def _beat(self, id: str) -> None:
-        now = self._clock()
+        now = time.monotonic()
+        if not self._beats:
+            self._since = now
         self._beats[id] = now
         if len(self._beats) > MAX_WORKERS:
             self._forget_dead(now)
@@ -99,14 +99,14 @@ class Quorums:
     def _ask(self, id: str, nonce: bytes, claim: bytes) -> list[bytes]:
         if len(claim) > MAX_CLAIM_BYTES or len(nonce) > 32:
             raise ValueError(f"a claim has at most {MAX_CLAIM_BYTES} bytes")
-        now = self._clock()
+        now = time.monotonic()
         deadline = now + WAIT_SECONDS
         before = self._questions.get(id)
         first = before.first if before is not None and before.nonce == nonce else now
         # An answered question comes again if the answer was lost on the way.
         if self._answered.get(id) != nonce:
             self._questions[id] = Question(claim.decode(), nonce, first, now)
-        while self._answered.get(id) != nonce and not self._form() and self._clock() < deadline:
+        while self._answered.get(id) != nonce and not self._form() and time.monotonic() < deadline:
             self._formed.wait(TICK_SECONDS)
         return [QUORUM, self._answer] if self._answered.get(id) == nonce else [WAIT]
 
@@ -120,10 +120,10 @@ class Quorums:
 
     def _form(self) -> bool:
         """Form a quorum of those that ask, if it is time."""
-        now = self._clock()
+        now = time.monotonic()
         self._forget_dead(now)
         asking = sorted(self._questions)
-        if not asking:
+        if not asking or now < self._since + RESTART_SECONDS:
             return False
         if not (self._workers and set(self._workers) <= set(asking)):
             if len(asking) < self._min_workers or 2 * len(asking) <= len(self._beats):
@@ -131,11 +131,9 @@ class Quorums:
             waited = now - min(asked.first for asked in self._questions.values())
             if len(asking) < len(self._beats) and waited < self._join_seconds:
                 return False
-        self._number += asking != self._workers
         self._workers = asking
         self._answered = {id: asked.nonce for id, asked in self._questions.items()}
-        workers = [[id, self._questions[id].claim] for id in asking]
-        self._answer = json.dumps({"number": self._number, "workers": workers}).encode()
+        self._answer = json.dumps([[id, self._questions[id].claim] for id in asking]).encode()
         self._questions = {}
         self._formed.notify_all()
         return True
@@ -171,8 +169,8 @@ class QuorumClient:
         """Say that this worker asks for no more rounds, so that the others need not miss its heartbeats first."""
         self._client.ask(b"leave", id.encode(), seconds=seconds)
 
-    def quorum(self, claim: Claim, seconds: float) -> tuple[int, list[tuple[str, str, Any]]]:
-        """Ask for a round; returns its number, and the id and store of each worker, with what else it says of itself.
+    def quorum(self, claim: Claim, seconds: float) -> list[tuple[str, str, Any]]:
+        """Ask for a round; returns the id and store of each of its workers, with what else it says of itself.
 
         That is checked later, and is None if it cannot be read.
 
@@ -188,16 +186,15 @@ class QuorumClient:
         raise TimeoutError("there was no quorum in time")
 
 
-def _read(answer: bytes) -> tuple[int, list[tuple[str, str, Any]]]:
+def _read(answer: bytes) -> list[tuple[str, str, Any]]:
     """The quorum in an answer.
 
     Raises:
         ConnectionError: it is none.
     """
     try:
-        quorum = json.loads(answer)
-        return int(quorum["number"]), [(str(id), *_said(claim)) for id, claim in quorum["workers"]]
-    except (ValueError, TypeError, KeyError) as error:
+        return [(str(id), *_said(claim)) for id, claim in json.loads(answer)]
+    except (ValueError, TypeError) as error:
         raise ConnectionError(f"the Lighthouse gave an answer that is none: {error}") from None
 
 
