@@ -268,8 +268,7 @@ class LocalCommunicator(Communicator):
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         self._num_channels += 1
-        name = (self._conversation, self._num_channels)
-        return LocalChannel(self.rank, self._order, name, self._mail, self._record_channel, max_bytes)
+        return LocalChannel(self, (self._conversation, self._num_channels), max_bytes)
 
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
@@ -292,34 +291,25 @@ class LocalCommunicator(Communicator):
 class LocalChannel(Channel):
     """A channel between threads. A worker is alive until its function returns, or one of them raises."""
 
-    def __init__(
-        self,
-        rank: int,
-        order: Sequence[int],
-        name: Box,
-        mail: Mail,
-        record: Callable[[int, int, int], None],
-        max_bytes: int,
-    ):
-        self._rank, self._order, self._name, self._mail, self._record = rank, order, name, mail, record
-        self._max_bytes = max_bytes
+    def __init__(self, comm: LocalCommunicator, name: Box, max_bytes: int):
+        self._comm, self._mail, self._name, self._max_bytes = comm, comm._mail, name, max_bytes
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else as_bytes(payload).clone()
-        check.message(self._rank, peer, body.numel(), self._max_bytes)
-        self._mail.post((*self._name, peer), Message(self._rank, kind, body))
-        self._record(1, HEADER_BYTES + body.numel(), 0)
+        check.message(self._comm.rank, peer, body.numel(), self._max_bytes)
+        self._mail.post((*self._name, peer), Message(self._comm.rank, kind, body))
+        self._comm._record_channel(1, HEADER_BYTES + body.numel(), 0)
 
     def receive(self, sources: Iterable[int], timeout_seconds: float | None = None) -> Message | None:
         sources = set(sources)
-        workers = {self._order[rank] for rank in (self._rank, *sources)}
-        message = self._mail.pick((*self._name, self._rank), sources, workers, timeout_seconds)
+        workers = {self._comm._order[rank] for rank in (self._comm.rank, *sources)}
+        message = self._mail.pick((*self._name, self._comm.rank), sources, workers, timeout_seconds)
         if message is not None:
-            self._record(0, 0, HEADER_BYTES + message.payload.numel())
+            self._comm._record_channel(0, 0, HEADER_BYTES + message.payload.numel())
         return message
 
     def wake(self) -> None:
-        self._mail.post((*self._name, self._rank), None)
+        self._mail.post((*self._name, self._comm.rank), None)
 
     def close(self) -> None:
         """Nothing to do: a worker hangs up when its function returns."""

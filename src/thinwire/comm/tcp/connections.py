@@ -120,13 +120,7 @@ class Connections:
         CommunicationError: the relay cannot be reached.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        peers: Sequence[int],
-        timeout_seconds: float,
-        place: Place,
-    ):
+    def __init__(self, rank: int, peers: Sequence[int], timeout_seconds: float, place: Place):
         self.identity = None if place.credentials is None else WorkerIdentity(place.credentials)
         self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
         seen_as = "" if place.relay is None else self._seen_by(place.relay, place.relay_seconds)
