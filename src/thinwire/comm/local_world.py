@@ -10,7 +10,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,17 @@ class LocalWorld:
                 at once.
         """
         mail, results = Mail(self.timeout_seconds), [None] * self.size
-        work = partial(_work, mail, self, results, fn, args)
+
+        def work(rank: int) -> None:
+            try:
+                # A GPU has one thread for the backward passes of all workers, and one that waits there would hold up others.
+                with torch.autograd.set_multithreading_enabled(False), LocalCommunicator(rank, self.size, mail) as comm:
+                    results[rank] = fn(comm, *args)
+            except BaseException as error:
+                mail.fail(rank, error)
+            finally:
+                mail.leave(rank)
+
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -79,19 +88,6 @@ class LocalWorld:
         if mail.failed_rank is not None and mail.error is not None:
             raise name_rank(mail.error, mail.failed_rank)
         return results
-
-
-def _work(
-    mail: Mail, world: LocalWorld, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int
-) -> None:
-    try:
-        # A GPU has one thread for the backward passes of all workers, and one that waits there would hold up the others.
-        with torch.autograd.set_multithreading_enabled(False), LocalCommunicator(rank, world.size, mail) as comm:
-            results[rank] = fn(comm, *args)
-    except BaseException as error:
-        mail.fail(rank, error)
-    finally:
-        mail.leave(rank)
 
 
 def name_rank(error: BaseException, rank: int) -> BaseException:
@@ -207,11 +203,8 @@ class LocalCommunicator(Communicator):
         self._numbers = Numbers(size)
         self._num_channels = 0
 
-    def duplicate(self) -> LocalCommunicator:
-        """Another communicator of the same workers; its messages do not mix with those of this one."""
-        return self.reordered(range(self.size))
-
     def reordered(self, order: Sequence[int]) -> LocalCommunicator:
+        """Its messages do not mix with those of this one."""
         self._num_made += 1
         conversation = (*self._conversation, self._num_made)
         in_world = [self._order[rank] for rank in order]

@@ -184,11 +184,11 @@ def test_credentials_belong_to_both_or_to_none(tmp_path):
         QuorumClient("https://host:1", None, 1.0)
 
 
-def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told(tmp_path):
+def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told_at_once(tmp_path):
     """The worker waited for a quorum in vain, or 30 seconds for the Lighthouse."""
     (ours,) = keys_of(tmp_path, "a")
     secure, plain = Lighthouse(2, "127.0.0.1", credentials=ours), Lighthouse(2, "127.0.0.1")
-    with pytest.raises(Refused, match=r"127\.0\.0\.1:\d+ needs credentials; see thinwire keys"):
+    with pytest.raises(ValueError, match=r"the Lighthouse at http://127\.0\.0\.1:\d+ needs credentials"):
         QuorumClient(secure.address.replace("https", "http"), None, 30.0)
     with pytest.raises(Refused, match=r"127\.0\.0\.1:\d+ does not speak TLS, so it knows no credentials"):
         QuorumClient(plain.address.replace("http", "https"), ours, 30.0)

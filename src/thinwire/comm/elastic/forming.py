@@ -26,7 +26,7 @@ from ..notice import START_SECONDS, said_if_late
 from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
-from ..tls.relay import host_at, own_address_at
+from ..tls.relay import host_at, seen_at
 from ..tls.store import TlsStore
 from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups
@@ -104,8 +104,9 @@ class Forming:
         self._relay = None if relay is None else parse_address(relay)
         if self._relay is not None:
             self.settings["relay"] = str(relay)
-            with said_if_late(f"worker {number} waits for the relay at {relay}"):
-                self.host = _host_at(self._relay, self.host, listens, number, min(quorum_seconds, START_SECONDS))
+            seen_as = seen_at(self._relay, min(quorum_seconds, START_SECONDS), f"worker {number}")
+            if not listens or seen_as != self.host:  # others do not reach it, or it is behind NAT
+                self.host = host_at(self._relay)
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
             self.asker = Asker(None, self._id)
@@ -318,12 +319,3 @@ class Forming:
         self._missed = {number: 1 + self._missed.get(number, 0) for number in missing}
         until = time.monotonic() + LEFT_OUT_SECONDS
         self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}
-
-
-def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int, seconds: float) -> str:
-    """Where others reach this worker: at its own address, or at the relay if it does not listen or is behind NAT."""
-    try:
-        is_reached = own_address_at(relay, seconds) == own and listens  # a relay that does not run is noticed here
-    except OSError as error:
-        raise CommunicationError(f"worker {number}: {error}") from error
-    return own if is_reached else host_at(relay)

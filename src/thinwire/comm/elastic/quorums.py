@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 from ...algorithm import require
 from ..addresses import parse_address
-from ..tls.connections import Client, Refused
+from ..tls.connections import Client, Refused, is_encrypted
 from ..tls.credentials import Credentials
 from .claims import MAX_TEXT, Claim
 
@@ -158,6 +158,9 @@ class QuorumClient:
             f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
         )
         host, port = parse_address(address.partition("://")[2].rstrip("/"))
+        # One with credentials would let a plain caller wait.
+        is_open = credentials is not None or not is_encrypted(host, port)
+        require(is_open, f"the Lighthouse at {address} needs credentials; see thinwire keys")
         self._client = Client(host, port, credentials)
         self._client.connect(seconds)
 

@@ -246,11 +246,7 @@ class TcpCommunicator(Communicator):
         """
         self._check_tagged("receive", tensor, peer, tag)
         source = [] if peer is None else [peer]
-        start: Start = (
-            partial(self._tagged.start_receive_any, as_bytes(tensor), tag, source)
-            if peer is None
-            else partial(self._tagged.start_receive, as_bytes(tensor), peer, tag)
-        )
+        start = partial(self._tagged.start_receive, as_bytes(tensor), tag, source)
         handle = self._submit("receive", [tensor], start, source, (1, 1, check.num_bytes(tensor) + 1))
         return Handle(lambda: handle.wait()[0])
 

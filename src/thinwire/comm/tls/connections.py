@@ -54,6 +54,7 @@ MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
+PROBE_SECONDS = 2.0  # to find out whether a listener has credentials
 RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
@@ -306,15 +307,13 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         connection = raw if context is None else context.wrap_socket(raw)
         set_deadline(connection, deadline)
         if connection.recv(1) != ACCEPTED:
-            if context is None and speaks_tls(host, port, seconds):
-                raise Refused(f"{where} needs credentials; see thinwire keys")
             raise ConnectionResetError("it hung up")
         return connection
     except BaseException as error:
         (connection or raw).close()
         if isinstance(error, ssl.SSLCertVerificationError):
             raise Refused(f"{where} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
-        is_plain = isinstance(error, ssl.SSLEOFError) and _speaks_first(host, port, seconds)
+        is_plain = isinstance(error, ssl.SSLEOFError) and is_encrypted(host, port) is False
         if is_plain or getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise Refused(f"{where} does not speak TLS, so it knows no credentials") from None
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
@@ -322,24 +321,19 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         raise
 
 
-def speaks_tls(host: str, port: int, seconds: float) -> bool:
-    """Whether a listener speaks TLS, whatever its certificate."""
+def is_encrypted(host: str, port: int) -> bool | None:
+    """Whether a listener of ours has credentials; None if there is none, or if it does not say so in time."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with dial_small(host, port, seconds) as raw, context.wrap_socket(raw):
-            return True
+        with dial_small(host, port, PROBE_SECONDS) as raw:
+            with contextlib.suppress(TimeoutError):  # with credentials it does not speak first
+                if raw.recv(1) == ACCEPTED:
+                    return False
+            with context.wrap_socket(raw):
+                return True
     except OSError:
-        return False
-
-
-def _speaks_first(host: str, port: int, seconds: float) -> bool:
-    """Whether a listener accepts callers before it hears anything, as one of ours does without credentials."""
-    try:
-        with dial_small(host, port, min(1.0, seconds)) as raw:
-            return raw.recv(1) == ACCEPTED
-    except OSError:
-        return False
+        return None
 
 
 def _alert(reason: str) -> str:
