@@ -157,7 +157,7 @@ class QuorumClient:
             address.startswith("https://") == (credentials is not None),
             f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
         )
-        host, port = parse_address(address.partition("://")[2].rstrip("/"))
+        host, port = parse_address(address.rpartition("//")[2].rstrip("/"))
         # One with credentials would let a plain caller wait.
         is_open = credentials is not None or not is_encrypted(host, port)
         require(is_open, f"the Lighthouse at {address} needs credentials; see thinwire keys")
