@@ -48,7 +48,7 @@ import thinwire as tw
 from thinwire.comm import Credentials
 
 WORKERS = 4
-PRELOADED = ["thinwire", "torch._dynamo", "torchft.manager", "torchft.coordination", "netlab", "chaos_worker"]
+PRELOADED = ["thinwire", "torch._dynamo", "netlab", "chaos_worker"]
 CONFIGURATIONS = {
     "no memory": "Gradients(Mean(TopK(0.2)))",
     "error feedback": "Gradients(Mean(chain(TopK(0.1), QSGD(bits=4)), ErrorFeedback()))",

@@ -228,7 +228,7 @@ class _Workers:
     def __init__(self, options: argparse.Namespace, method: str, place: str):
         self.options, self.method, self.place = options, method, place
         self.context = multiprocessing.get_context("forkserver")
-        self.context.set_forkserver_preload(["thinwire", "torch._dynamo", "numpy", "torchft.manager"])
+        self.context.set_forkserver_preload(["thinwire", "torch._dynamo", "numpy"])
         self.results = self.context.Queue()
         self.shared = self.context.Array("d", len(COUNTS) * options.workers, lock=False)
         self.processes: dict[int, Any] = {}

@@ -42,16 +42,11 @@ ELSEWHERE = [  # what a command or Python matches, and why it does not run here
     (r"train (cifar10|imagenet|wmt16|wikitext|multi30k)(?!.*--help)", "needs a data set"),
     (r'mesh\("cuda"|gpu\.py (?!--dry-run|#|$)', "needs a GPU"),
     (r"^until ", "starts a worker again until its training has ended"),
-    (r"torchft", "needs torchft: tests/comm/elastic/test_elastic.py"),
     (r"\.\.\. ", "names something of the reader's"),
 ]
 HERE = [  # what a command matches, and how it runs on this one machine, in an environment that has the package
     (r"^pip install '?\.(\[[\w,]+\])?'?$", r"pip install -q -c constraints.txt 'thinwire\1'"),
     (r"examples/sweeps/digits\.toml", "short/digits.toml"),
-    (
-        r"^thinwire train (?!.*--credentials).*--elastic.*",
-        r"pip install -q -c constraints.txt 'thinwire[elastic]' && \g<0>",
-    ),
     (
         r".*gpu\.py --dry-run.*",
         r"pip install -q -c constraints.txt 'thinwire[gpu]' pytest pytest-xdist hypothesis && \g<0>",

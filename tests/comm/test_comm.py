@@ -481,8 +481,9 @@ def test_a_worker_that_leaves_early_is_named():
 def test_communicators_that_are_made_from_one_do_not_mix_their_messages():
     def talk(comm):
         peer = 1 - comm.rank
-        comms = [comm, comm.duplicate(), comm.duplicate()]
-        comms += [comms[1].duplicate(), comms[2].duplicate()]
+        ranks = range(comm.size)
+        comms = [comm, comm.reordered(ranks), comm.reordered(ranks)]
+        comms += [comms[1].reordered(ranks), comms[2].reordered(ranks)]
         channels = [own.open_channel([peer]) for own in comms]
         received = []
         for number, (own, channel) in enumerate(zip(comms, channels, strict=True)):

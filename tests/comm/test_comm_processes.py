@@ -28,12 +28,12 @@ from helpers.program import programs
 from helpers.spawn import run_tcp, run_threads, spawn
 
 import thinwire as tw
-from thinwire.comm import CommunicationError, Communicator, ProcessGroupCommunicator, ProcessWorld, exit
+from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
 from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.exit import until_exit
-from thinwire.comm.tcp import TcpCommunicator
+from thinwire.comm.transport import connect
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
 OPERATIONS = {
@@ -249,10 +249,10 @@ def test_an_error_waits_for_no_other_worker():
     assert spawn(2, fails_while_another_is_silent)[0] < 30  # half of the time limit
 
 
-def abandons_while_idle(comm, kind: type[Communicator]) -> None:
+def abandons_while_idle(comm, transport: str) -> None:
     """What the others hear in their next operation; the worker that has left it still lives."""
-    with kind() as own:  # the one that ends below refers to it
-        ended = kind()
+    with connect(transport, timeout_seconds=20.0) as own:  # the one that ends below refers to it
+        ended = connect(transport, timeout_seconds=20.0)
         if comm.rank == 1:
             ended.abandon()
         own.barrier()
@@ -268,10 +268,10 @@ def abandons_while_idle(comm, kind: type[Communicator]) -> None:
         own.barrier()
 
 
-@pytest.mark.parametrize("kind", [ProcessGroupCommunicator, TcpCommunicator])
+@pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
-def test_a_worker_that_gives_up_while_idle_is_an_error_at_once(kind, size):
-    spawn(size, abandons_while_idle, kind, comm_timeout_seconds=20.0)
+def test_a_worker_that_gives_up_while_idle_is_an_error_at_once(transport, size):
+    spawn(size, abandons_while_idle, transport, comm_timeout_seconds=20.0)
 
 
 def default_group_destroyed_first(comm, again: bool, end: str) -> None:
@@ -314,8 +314,8 @@ def wait_over_gloo(rank, store):
 
 
 def wait_in_an_elastic_round(rank, store):
-    groups_of_round = groups.GlooGroups(timedelta(seconds=60), on_gpus=False)
-    groups_of_round.connect(dist.PrefixStore("round", store), "round", rank, 2, timedelta(seconds=60))
+    groups_of_round = groups.GlooGroups(timedelta(seconds=60))
+    groups_of_round.connect(dist.PrefixStore("round", store), rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 
 

@@ -423,7 +423,7 @@ def test_a_fork_cannot_use_it():
 def fails_while_another_is_silent(comm) -> float:
     """Seconds until an error has left the communicator of rank 0, while an operation waits for rank 1."""
     store, began = dist.distributed_c10d._get_default_store(), time.monotonic()
-    with pytest.raises(ZeroDivisionError), TcpCommunicator(timeout_seconds=60.0) as own:
+    with pytest.raises(ZeroDivisionError), connect("tcp", timeout_seconds=60.0) as own:
         if comm.rank == 0:
             own.all_reduce(torch.ones(3, 1000))
         else:
@@ -476,7 +476,7 @@ def test_operations_after_an_abort_fail_with_its_reason():
 
 def forgets_to_close(store: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    comm = TcpCommunicator()
+    comm = connect("tcp")
     print(comm.all_gather(torch.ones(1)).wait())
     sys.modules["forgotten"] = comm  # type: ignore[assignment]  # a script's names live on until the interpreter ends
 
@@ -496,12 +496,12 @@ def leaves_nothing(comm) -> None:
         return any(thread.name in ("thinwire-connect", "thinwire-greet") for thread in threading.enumerate())
 
     for _ in range(2):
-        TcpCommunicator().close()
+        connect("tcp").close()
     comm.barrier()
     wait_until(lambda: not is_connecting(), "the end of threads that connect")
     before = own()
     for _ in range(10):
-        with TcpCommunicator() as other:
+        with connect("tcp") as other:
             other.barrier()
             conforms(other)
     wait_until(lambda: all(now <= then for now, then in zip(own(), before, strict=True)), f"no more than {before}")
@@ -572,10 +572,8 @@ def test_gpus_are_not_for_our_own_connections():
 
 def on_hosts(comm, hosts: list[int]) -> TcpCommunicator:
     """Workers at 127.0.0.1, 127.0.0.2 and so on."""
-    own = TcpCommunicator.__new__(TcpCommunicator)
     place = Place(socket.AF_INET, f"127.0.0.{1 + hosts[comm.rank]}")
-    own._join(endpoint.Meeting(comm.rank, comm.size, comm.gather_objects, place, 60.0))
-    return own
+    return TcpCommunicator(endpoint.Meeting(comm.rank, comm.size, comm.gather_objects, place, 60.0))
 
 
 def summed_on_hosts(comm, hosts: list[int], numel: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:

@@ -55,9 +55,8 @@ def run(tmp_path_factory) -> Path:
 
 
 def over_tls(comm, folder: Path, fn: Callable, *args, timeout_seconds: float = 60.0):
-    with TcpCommunicator(
-        timeout_seconds=timeout_seconds, credentials=Credentials(folder / f"worker{comm.rank}")
-    ) as own:
+    credentials = Credentials(folder / f"worker{comm.rank}")
+    with TcpCommunicator.over(comm, timeout_seconds, credentials=credentials) as own:
         return fn(own, *args)
 
 
@@ -78,7 +77,7 @@ def sums(comm) -> list[torch.Tensor]:
 
 
 def with_and_without(comm, folder: Path) -> None:
-    with TcpCommunicator(timeout_seconds=60.0) as plain:
+    with TcpCommunicator.over(comm, 60.0) as plain:
         expected = sums(plain)
     assert all(torch.equal(a, b) for a, b in zip(over_tls(comm, folder, sums), expected, strict=True))
 
@@ -174,7 +173,7 @@ def overheard(comm, folder: Path | None) -> tuple[int, bool]:
         if folder:
             over_tls(comm, folder, exchanges_words)
         else:
-            with TcpCommunicator(timeout_seconds=60.0) as plain:
+            with TcpCommunicator.over(comm, 60.0) as plain:
                 exchanges_words(plain)
         passed = b"".join(said for line in lines for said in line.passed)
     return len(passed), PATTERN[:20] in passed

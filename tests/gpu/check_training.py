@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
-from thinwire.comm import LocalWorld, ProcessGroupCommunicator, side_streams
+from thinwire.comm import LocalWorld, ProcessGroupCommunicator, issuer
 
 HAS_STREAMS = GPU.type == "cuda"
 needs_streams = pytest.mark.skipif(not HAS_STREAMS, reason="needs a GPU")
@@ -153,12 +153,12 @@ def test_one_worker_over_nccl(one_worker, averager):
 @pytest.mark.parametrize("averager", AVERAGERS[:3], ids=repr)
 def test_messages_of_a_late_stream_over_nccl(one_worker, averager, monkeypatch):
     """Memory of an exchange is not handed out again while the stream of messages, which works late here, uses it."""
-    start = side_streams._start_on_stream
+    start = issuer._start_on_stream
 
     def late(side, ready, tensors, begin):
         return start(side, ready, tensors, lambda: torch.cuda._sleep(20_000_000) or begin())
 
-    monkeypatch.setattr(side_streams, "_start_on_stream", late)
+    monkeypatch.setattr(issuer, "_start_on_stream", late)
     with ProcessGroupCommunicator() as comm:
         assert_same(train(comm, averager), LocalWorld(1).run(train, averager)[0])
 

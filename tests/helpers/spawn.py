@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from thinwire.comm import Communicator, LocalWorld, ProcessGroupCommunicator
 from thinwire.comm.local_world import name_rank
-from thinwire.comm.tcp import TcpCommunicator
+from thinwire.comm.transport import connect
 
 # One server for all processes that tests start: it imports what they need once, and forks them in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
@@ -115,7 +115,7 @@ def run_tcp(size: int, fn: Callable[..., Any], *args: Any, **options: Any) -> li
 
 
 def _over_tcp(comm: Communicator, fn: Callable[..., Any], args: tuple, timeout_seconds: float) -> Any:
-    own = TcpCommunicator(timeout_seconds=timeout_seconds)
+    own = connect("tcp", timeout_seconds=timeout_seconds)
     result = fn(own, *args)
     own.close()  # not after an error, which would look like a goodbye to the others
     return result

@@ -20,9 +20,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import thinwire as tw
 from thinwire import kernels, streams
 from thinwire.clock import Clock
-from thinwire.comm import process_group, side_streams
-from thinwire.comm.background import Background
-from thinwire.comm.side_streams import SideStreams
+from thinwire.comm import issuer, process_group
+from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
@@ -229,11 +228,11 @@ def test_the_clock_times_a_gpu_by_events(gpu):
 def test_a_thread_sleeps_while_it_waits_for_messages(gpu, monkeypatch):
     """Threads that spin would take the processor from those that start kernels."""
     ended = []
-    monkeypatch.setattr(side_streams, "wait_for", lambda event, device: ended.append(event))
+    monkeypatch.setattr(issuer, "wait_for", lambda event, device: ended.append(event))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    issuer = Background("issuer")
-    SideStreams(issuer).issue_queued(torch.device("cuda"), [], lambda: lambda: None)()
-    issuer.close()
+    thread = Issuer()
+    thread.issue(torch.device("cuda"), lambda: lambda: None, [])()
+    thread.close()
     assert [event.blocking for event in ended] == [True]
 
 

@@ -101,15 +101,10 @@ def all_to_all_sizes(
     comm: Communicator, tensors: list[Tensor], sizes: list[int] | None, ranks: Sequence[int]
 ) -> list[int]:
     """Number of elements that comes from each worker of `ranks`."""
-    if len(tensors) != len(ranks):
-        raise ValueError(
-            f"rank {comm.rank}: all_to_all expects one tensor per worker, {len(ranks)}, got {len(tensors)}."
-        )
+    one_each(comm, "all_to_all", tensors, len(ranks))
     for value in tensors:
         flat(comm, "all_to_all", value)
-    if len({value.dtype for value in tensors}) > 1:
-        dtypes = [str(value.dtype) for value in tensors]
-        raise ValueError(f"rank {comm.rank}: all_to_all expects tensors of one dtype, got {', '.join(dtypes)}.")
+    of_one_dtype(comm, "all_to_all", "tensors", tensors)
     sizes = [value.numel() for value in tensors] if sizes is None else list(sizes)
     own_size(comm, "all_to_all", sizes, tensors[ranks.index(comm.rank)].numel(), ranks)
     return sizes
@@ -119,18 +114,24 @@ def parts(comm: Communicator, operation: str, values: list[Tensor], out: Tensor)
     """A tensor for each worker, the own one as large as the result; all of one dtype."""
     for value in (*values, out):
         tensor(comm, operation, value)
-    if len(values) != comm.size:
-        raise ValueError(
-            f"rank {comm.rank}: {operation} expects one tensor per worker, {comm.size}, got {len(values)}."
-        )
-    if len({value.dtype for value in (*values, out)}) > 1:
-        dtypes = ", ".join(str(value.dtype) for value in (*values, out))
-        raise ValueError(f"rank {comm.rank}: {operation} expects parts and a result of one dtype, got {dtypes}.")
+    one_each(comm, operation, values, comm.size)
+    of_one_dtype(comm, operation, "parts and a result", [*values, out])
     if values[comm.rank].numel() != out.numel():
         raise ValueError(
             f"rank {comm.rank}: {operation} expects a result as large as the own part, {values[comm.rank].numel()} elements, "
             f"got {out.numel()}."
         )
+
+
+def one_each(comm: Communicator, operation: str, values: list[Tensor], size: int) -> None:
+    if len(values) != size:
+        raise ValueError(f"rank {comm.rank}: {operation} expects one tensor per worker, {size}, got {len(values)}.")
+
+
+def of_one_dtype(comm: Communicator, operation: str, what: str, values: list[Tensor]) -> None:
+    if len({value.dtype for value in values}) > 1:
+        dtypes = ", ".join(str(value.dtype) for value in values)
+        raise ValueError(f"rank {comm.rank}: {operation} expects {what} of one dtype, got {dtypes}.")
 
 
 def own_size(comm: Communicator, operation: str, sizes: list[int], numel: int, ranks: Sequence[int]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,34 +21,39 @@ Works = list[tuple[str, Any]]
 HANG_UP_TAG, FIRST_TAG, NUM_TAGS = 1, 2, 1 << 30  # of numbered messages from the first one on; all others have tag 0
 
 
-def hang_up(gloo: Any) -> None:
-    """Close a group's connections, so that workers that wait for this one fail at once, and so on along a ring.
-
-    A receive that runs into its time limit closes them all; `ProcessGroup.abort()` closes none. Its tag is its own: a message
-    that the peer has sent already would not fit, and Gloo ends the process over that.
+class GlooPeers:
+    """The messages of a group to and from its other workers.
 
     Args:
-        gloo: a `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
+        group: a `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
+
+    Attributes:
+        limit: how long to wait for each message; 0 => the group's own.
     """
 
-    for peer in set(range(gloo.size())) - {gloo.rank()}:
-        with contextlib.suppress(RuntimeError, ValueError), until_exit():
-            gloo.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+    def __init__(self, group: Any):
+        self.group, self.limit = group, timedelta(0)
 
+    def post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Wait:
+        """Start messages, each with a tag of its own."""
+        works = [(f"from rank {m.peer}", _begin(self.group.recv, m)) for m in receives]
+        works += [(f"to rank {m.peer}", _begin(self.group.send, m)) for m in sends]
+        return partial(self.wait, works) if works else nothing
 
-def post(
-    gloo: Any, waiting: Callable[[Works], Wait], sends: list[TaggedMessage], receives: list[TaggedMessage]
-) -> Wait:
-    """Start messages, each with a tag of its own.
+    def wait(self, works: Works) -> None:
+        """Wait for operations; see `wait_for_all`."""
+        with until_exit(self.hang_up):
+            wait_for_all(works, limit=self.limit)
 
-    Args:
-        gloo: as in `hang_up`.
-        waiting: makes what waits for works.
-        sends, receives: the messages.
-    """
-    works = [(f"from rank {m.peer}", _begin(gloo.recv, m)) for m in receives]
-    works += [(f"to rank {m.peer}", _begin(gloo.send, m)) for m in sends]
-    return waiting(works) if works else nothing
+    def hang_up(self) -> None:
+        """Close the connections, so that workers that wait for this one fail at once, and so on along a ring.
+
+        A receive that runs into its time limit closes them all; `ProcessGroup.abort()` closes none. Its tag is its own: a
+        message that the peer has sent already would not fit, and Gloo ends the process over that.
+        """
+        for peer in set(range(self.group.size())) - {self.group.rank()}:
+            with contextlib.suppress(RuntimeError, ValueError), until_exit():
+                self.group.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
 
 
 def _begin(operation: Callable[..., Any], message: TaggedMessage) -> Any:

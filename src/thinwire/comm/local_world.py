@@ -10,7 +10,6 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -67,7 +66,17 @@ class LocalWorld:
                 at once.
         """
         mail, results = Mail(self.timeout_seconds), [None] * self.size
-        work = partial(_work, mail, self, results, fn, args)
+
+        def work(rank: int) -> None:
+            try:
+                # A GPU has one thread for the backward passes of all workers, and one that waits there would hold up others.
+                with torch.autograd.set_multithreading_enabled(False), LocalCommunicator(rank, self.size, mail) as comm:
+                    results[rank] = fn(comm, *args)
+            except BaseException as error:
+                mail.fail(rank, error)
+            finally:
+                mail.leave(rank)
+
         threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(self.size)]
         for thread in threads:
             thread.start()
@@ -79,19 +88,6 @@ class LocalWorld:
         if mail.failed_rank is not None and mail.error is not None:
             raise name_rank(mail.error, mail.failed_rank)
         return results
-
-
-def _work(
-    mail: Mail, world: LocalWorld, results: list[Any], fn: Callable[..., Any], args: tuple[Any, ...], rank: int
-) -> None:
-    try:
-        # A GPU has one thread for the backward passes of all workers, and one that waits there would hold up the others.
-        with torch.autograd.set_multithreading_enabled(False), LocalCommunicator(rank, world.size, mail) as comm:
-            results[rank] = fn(comm, *args)
-    except BaseException as error:
-        mail.fail(rank, error)
-    finally:
-        mail.leave(rank)
 
 
 def name_rank(error: BaseException, rank: int) -> BaseException:
@@ -207,11 +203,8 @@ class LocalCommunicator(Communicator):
         self._numbers = Numbers(size)
         self._num_channels = 0
 
-    def duplicate(self) -> LocalCommunicator:
-        """Another communicator of the same workers; its messages do not mix with those of this one."""
-        return self.reordered(range(self.size))
-
     def reordered(self, order: Sequence[int]) -> LocalCommunicator:
+        """Its messages do not mix with those of this one."""
         self._num_made += 1
         conversation = (*self._conversation, self._num_made)
         in_world = [self._order[rank] for rank in order]
@@ -268,8 +261,7 @@ class LocalCommunicator(Communicator):
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         self._num_channels += 1
-        name = (self._conversation, self._num_channels)
-        return LocalChannel(self.rank, self._order, name, self._mail, self._record_channel, max_bytes)
+        return LocalChannel(self, (self._conversation, self._num_channels), max_bytes)
 
     def _post(self, messages: dict[int, Tensor], sources: list[int]) -> Callable[[], dict[int, Tensor]]:
         """Sends `messages`, and returns a callable that takes the next message from each of `sources`."""
@@ -292,34 +284,25 @@ class LocalCommunicator(Communicator):
 class LocalChannel(Channel):
     """A channel between threads. A worker is alive until its function returns, or one of them raises."""
 
-    def __init__(
-        self,
-        rank: int,
-        order: Sequence[int],
-        name: Box,
-        mail: Mail,
-        record: Callable[[int, int, int], None],
-        max_bytes: int,
-    ):
-        self._rank, self._order, self._name, self._mail, self._record = rank, order, name, mail, record
-        self._max_bytes = max_bytes
+    def __init__(self, comm: LocalCommunicator, name: Box, max_bytes: int):
+        self._comm, self._mail, self._name, self._max_bytes = comm, comm._mail, name, max_bytes
 
     def send(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
         body = torch.empty(0, dtype=torch.uint8, device="cpu") if payload is None else as_bytes(payload).clone()
-        check.message(self._rank, peer, body.numel(), self._max_bytes)
-        self._mail.post((*self._name, peer), Message(self._rank, kind, body))
-        self._record(1, HEADER_BYTES + body.numel(), 0)
+        check.message(self._comm.rank, peer, body.numel(), self._max_bytes)
+        self._mail.post((*self._name, peer), Message(self._comm.rank, kind, body))
+        self._comm._record_channel(1, HEADER_BYTES + body.numel(), 0)
 
     def receive(self, sources: Iterable[int], timeout_seconds: float | None = None) -> Message | None:
         sources = set(sources)
-        workers = {self._order[rank] for rank in (self._rank, *sources)}
-        message = self._mail.pick((*self._name, self._rank), sources, workers, timeout_seconds)
+        workers = {self._comm._order[rank] for rank in (self._comm.rank, *sources)}
+        message = self._mail.pick((*self._name, self._comm.rank), sources, workers, timeout_seconds)
         if message is not None:
-            self._record(0, 0, HEADER_BYTES + message.payload.numel())
+            self._comm._record_channel(0, 0, HEADER_BYTES + message.payload.numel())
         return message
 
     def wake(self) -> None:
-        self._mail.post((*self._name, self._rank), None)
+        self._mail.post((*self._name, self._comm.rank), None)
 
     def close(self) -> None:
         """Nothing to do: a worker hangs up when its function returns."""

@@ -28,18 +28,17 @@ from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from .. import debug
-from ..streams import refuse_capture
 from .addresses import own_address
-from .background import Background, Later
+from .background import Later
 from .base import Communicator, Start
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
-from .gloo import Works, hang_up, post, wait_and_copy, wait_for_all
+from .gloo import GlooPeers, wait_and_copy, wait_for_all
 from .handle import CommunicationError, reason_of
+from .issuer import Issuer
 from .ledger import Ledger
 from .numbered import Numbers
-from .side_streams import SideStreams
 from .sums import Route, Sums
 
 Group = dist.ProcessGroup | dist.DeviceMesh
@@ -97,10 +96,9 @@ class ProcessGroupCommunicator(Communicator):
         self._backends = _backends_of(like)
         self._timeout_seconds = timeout_seconds
         self._gpu: torch.device | None = None
-        self._issuer = Background("thinwire-comm")
+        self._issuer = Issuer()
         self._later = Later()
         self._sums: Sums | None = None
-        self._streams = SideStreams(self._issuer)
         self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
             self._gpu = _gpu(device, like)
@@ -123,9 +121,8 @@ class ProcessGroupCommunicator(Communicator):
         except RuntimeError:
             self.abandon()
             raise
-        over = partial(post, self._gloo, self._waiting)
         self.route = Route(self.rank, hosts)
-        return Sums(self.route, over, Numbers(self.size), self._later)
+        return Sums(self.route, self._gloo.post, Numbers(self.size), self._later)
 
     def reordered(self, order: Sequence[int]) -> ProcessGroupCommunicator:
         comm = ProcessGroupCommunicator.__new__(ProcessGroupCommunicator)
@@ -156,13 +153,8 @@ class ProcessGroupCommunicator(Communicator):
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
         device = self._device_of(tensors)
-        refuse_capture(device)
-        if device.type == "cpu":
-            issued = self._issuer.submit(start)
-            return partial(self._complete, lambda: issued.wait()())
-        if self._backends["cuda"] == "gloo":
-            return partial(self._complete, self._streams.issue_copied(device, start))
-        return partial(self._complete, self._streams.issue_queued(device, tensors, start))
+        goes_through_memory = self._backends[device.type] == "gloo"
+        return partial(self._complete, self._issuer.issue(device, start, None if goes_through_memory else tensors))
 
     def _complete(self, wait: Callable[[], Any]) -> None:
         try:
@@ -174,11 +166,11 @@ class ProcessGroupCommunicator(Communicator):
 
     def _hang_up(self) -> None:
         if self._backends.get("cpu") == "gloo":
-            hang_up(self._gloo)
+            self._gloo.hang_up()
 
     @property
-    def _gloo(self) -> Any:
-        return self._group._get_backend(torch.device("cpu"))
+    def _gloo(self) -> GlooPeers:
+        return GlooPeers(self._group._get_backend(torch.device("cpu")))
 
     def _device_of(self, tensors: list[Tensor]) -> torch.device:
         """The one device of all tensors, for which there must be a backend."""
@@ -252,13 +244,6 @@ class ProcessGroupCommunicator(Communicator):
 
         meeting = Meeting(self.rank, self.size, self.gather_objects, Place(*own_address()), self._timeout_seconds)
         return TcpChannel(meeting, peers, self._record_channel, max_bytes)
-
-    def _waiting(self, works: Works) -> Callable[[], None]:
-        def wait() -> None:
-            with until_exit(self._hang_up):
-                wait_for_all(works)
-
-        return wait
 
     def _begin(self, operation: Callable[..., dist.Work | None], tensor: Tensor, peer: int) -> dist.Work:
         try:

@@ -44,19 +44,15 @@ def connect(
         >>> dist.destroy_process_group()
     """
     on_cpu = device is None or device.type == "cpu"
-    if transport == "tcp":
-        if not on_cpu:
-            raise ValueError(f"transport 'tcp' sends from main memory, got device {device}; choose 'auto'")
-        return TcpCommunicator(group, timeout_seconds, credentials=Credentials.from_environment())
+    if transport == "tcp" and not on_cpu:
+        raise ValueError(f"transport 'tcp' sends from main memory, got device {device}; choose 'auto'")
     comm = ProcessGroupCommunicator(group, timeout_seconds, device)
-    if transport != "auto" or comm.size == 1:
-        return comm
-    if not comm.all_true(on_cpu and has_own_connections()):
-        # The question above is no traffic of the run.
-        comm.ledger = Ledger(comm.size)
-        return comm
-    with comm:
-        return TcpCommunicator.met_over(comm, timeout_seconds, credentials=Credentials.from_environment())
+    is_possible = transport == "auto" and comm.size > 1
+    if transport == "tcp" or (is_possible and comm.all_true(on_cpu and has_own_connections())):
+        with comm:
+            return TcpCommunicator.over(comm, timeout_seconds, credentials=Credentials.from_environment())
+    comm.ledger = Ledger(comm.size)  # the question above is no traffic of the run
+    return comm
 
 
 def has_own_connections() -> bool:

@@ -101,6 +101,7 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     levels._encode: _native.levels_encode,
     levels._decode_add: _native.levels_decode_add,
     low_rank._add: _native.low_rank_add,
+    low_rank._add_products: _native.low_rank_add_products,
     low_rank._products: _native.low_rank_products,
     low_rank._store: _native.low_rank_store,
     mix._add: _native.mix_add,
@@ -143,20 +144,6 @@ def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
     for x, kept in zip(xs, values.split(counts), strict=True):
         if not _native.all_finite(_arrays([x])):
             kept[:1] = torch.nan
-
-
-@low_rank._add_products.runs_on("cpu")
-def add_products(
-    gs: list[Tensor],
-    es: list[Tensor],
-    outs: list[Tensor],
-    factor: float,
-    rows: list[int],
-    ps: list[Tensor],
-    made: list[Tensor],
-) -> None:
-    written = _arrays(outs), _arrays(made)
-    _native.low_rank_add_products(_arrays(gs), _arrays(es), factor, rows, _arrays(ps), *written)
 
 
 def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:

@@ -19,7 +19,7 @@ from .checks import (
     numels_of,
 )
 from .flags import Flag
-from .quantize import Coded, check_buckets, codes_nbytes, for_each_coded, store_codes
+from .quantize import Coded, check_buckets, codes_nbytes, each_coded, store_codes
 from .random import uniform_of
 from .reduce import sum_payloads
 from .scales import bucket_scales, float32, spread
@@ -184,11 +184,8 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, levels: Leve
     # A corrupt code may name a level that does not exist: it counts as the last one.
     missing = 2**levels.bits - len(levels.values)
     table = float32(levels.values + levels.values[-1:] * missing, payload.device)
-
-    def add(out: Tensor, codes: Tensor, scales: Tensor) -> None:
+    for out, codes, scales in each_coded(payload, outs, levels.bits, levels.bucket_size):
         out += table[codes] * spread(scales * float32(weight, out.device), levels.bucket_size, out)
-
-    for_each_coded(add, payload, outs, levels.bits, levels.bucket_size)
 
 
 @kernel

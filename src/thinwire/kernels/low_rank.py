@@ -125,7 +125,7 @@ def add_products(
     es = segments_alike("es", es, gs, device, "gradients")
     outs = segments_alike("outs", outs, gs, device, "gradients")
     vectors, made = _vectors(checked, rows, ps, False, device)
-    _add_products.on[device.type](checked, es, outs, factor, list(rows), vectors, made)
+    _add_products.on[device.type](checked, es, factor, list(rows), vectors, outs, made)
     return made
 
 
@@ -227,10 +227,10 @@ def _add(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) ->
 def _add_products(
     gs: list[Tensor],
     es: list[Tensor],
-    outs: list[Tensor],
     factor: float,
     rows: list[int],
     ps: list[Tensor],
+    outs: list[Tensor],
     made: list[Tensor],
 ) -> None:
     for g, e, out in zip(gs, es, outs, strict=True):

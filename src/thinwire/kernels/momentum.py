@@ -46,10 +46,8 @@ class Buffers:
         """The same, detached; ValueError unless all are segments of the gradients' sizes."""
         device = device_of(self.gs)
         gs = segments("gs", self.gs, device)
-        us = segments_alike("us", self.us, gs, device, "gradients")
-        vs = segments_alike("vs", self.vs, gs, device, "gradients")
-        new_us = segments_alike("new_us", self.new_us, gs, device, "gradients")
-        return Buffers(gs, us, vs, new_us, segments_alike("new_vs", self.new_vs, gs, device, "gradients"))
+        others = {"us": self.us, "vs": self.vs, "new_us": self.new_us, "new_vs": self.new_vs}
+        return Buffers(gs, *(segments_alike(name, xs, gs, device, "gradients") for name, xs in others.items()))
 
 
 def correct(buffers: Buffers, rule: Momentum) -> None:

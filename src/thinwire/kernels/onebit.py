@@ -22,7 +22,7 @@ from .checks import (
 )
 from .flags import Flag
 from .reduce import sum_payloads
-from .scales import float32, scale_bytes, split_scales, spread, tree_sum
+from .scales import float32, rows_of, scale_bytes, split_scales, spread, tree_sum
 
 
 def nbytes(numels: Sequence[int], bucket_size: int | None = None) -> int:
@@ -120,12 +120,6 @@ def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, bucket_size:
 @kernel
 def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucket_size: int) -> Flag:
     return sum_payloads(_decode_add.on[payloads[0].device.type], payloads, outs, weight, bucket_size)
-
-
-def rows_of(x: Tensor, bucket_size: int) -> Tensor:
-    """Buckets as rows, padded with zeros; `bucket_size` may exceed the segment."""
-    size = min(bucket_size, max(1, x.numel()))
-    return bit.pad(x, size).view(-1, size)
 
 
 def _means(x: Tensor, bucket_size: int) -> Tensor:

@@ -272,14 +272,9 @@ def _decode(
 ) -> None:
     for quantizer, at, (part,) in quantizers.split(outs, [payload]):
         num_steps, bucket_size = quantizer.num_steps, quantizer.bucket_size
-
-        def act(
-            out: Tensor, codes: Tensor, scales: Tensor, num_steps: int = num_steps, bucket_size: int = bucket_size
-        ) -> None:
+        for out, codes, scales in each_coded(part, [outs[i] for i in at], quantizer.bits, bucket_size):
             step = scales / torch.full_like(scales, num_steps) * float32(weight, out.device)
             put(out, (2 * codes - num_steps).float() * spread(step, bucket_size, out))
-
-        for_each_coded(act, part, [outs[i] for i in at], quantizer.bits, bucket_size)
 
 
 def store_codes(coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, residuals: list[Tensor] | None) -> None:
@@ -290,13 +285,13 @@ def store_codes(coded: list[Coded], xs: list[Tensor], out: Tensor, bits: int, re
         residual.copy_(x - value)
 
 
-def for_each_coded(
-    act: Callable[[Tensor, Tensor, Tensor], None], payload: Tensor, outs: list[Tensor], bits: int, bucket_size: int
-) -> None:
-    """Call `act(out, codes, scales)` for each segment of a payload."""
+def each_coded(
+    payload: Tensor, outs: list[Tensor], bits: int, bucket_size: int
+) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Each segment with its codes and scales in a payload."""
     num_buckets = [-(-x.numel() // bucket_size) for x in outs]
     scales, codes = split_scales(payload, sum(num_buckets))
     for out, scale in zip(outs, bit.split(scales, num_buckets), strict=True):
         n = out.numel()
         segment, codes = codes.tensor_split([(n * bits + 7) // 8])
-        act(out, bit.from_bits(bit.unpack(segment)[: n * bits], bits), scale)
+        yield out, bit.from_bits(bit.unpack(segment)[: n * bits], bits), scale

@@ -67,12 +67,17 @@ def _neighbour(x: Tensor, ulps: int) -> Tensor:
     return (x.view(torch.int32) + ulps).view(torch.float32)
 
 
+def rows_of(x: Tensor, bucket_size: int) -> Tensor:
+    """Buckets as rows, padded with zeros; `bucket_size` may exceed the segment."""
+    size = min(bucket_size, max(1, x.numel()))
+    return pad(x, size).view(-1, size)
+
+
 def bucket_scales(x: Tensor, bucket_size: int, norm: str, least: float = MIN_SCALE) -> Tensor:
     """The scale of each bucket of a segment, as it is stored; scales below `least` become 0."""
     if x.numel() == 0:
         return x
-    bucket_size = min(bucket_size, x.numel())
-    rows = pad(x, bucket_size).view(-1, bucket_size)
+    rows = rows_of(x, bucket_size)
     if norm == "max":
         scales = magnitude(rows).amax(-1).view(torch.float32)
         # Infinity must stay, so that the bucket decodes to numbers that are not finite.

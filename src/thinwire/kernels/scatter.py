@@ -29,9 +29,7 @@ def gather(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Tens
         >>> gather([torch.tensor([1.0, -5.0, 3.0])], torch.tensor([1, 2], dtype=torch.int32), [2])
         tensor([-5.,  3.])
     """
-    device = device_of(xs, indices)
-    checked = segments("xs", xs, device)
-    check_counts(counts, numels_of(xs))
+    device, checked = _segments("xs", xs, indices, counts)
     return _gather.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
@@ -45,9 +43,7 @@ def gather_marked(xs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) 
         >>> gather_marked([torch.tensor([1.0, float("inf"), 3.0])], torch.tensor([0, 2], dtype=torch.int32), [2])
         tensor([nan, 3.])
     """
-    device = device_of(xs, indices)
-    checked = segments("xs", xs, device)
-    check_counts(counts, numels_of(xs))
+    device, checked = _segments("xs", xs, indices, counts)
     return _gather_marked.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
@@ -63,9 +59,7 @@ def write(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Seque
         >>> out
         tensor([0., 2., 0.])
     """
-    device = device_of(outs, values)
-    checked = segments("outs", outs, device)
-    check_counts(counts, numels_of(outs))
+    device, checked = _segments("outs", outs, values, counts)
     _write.on[device.type](checked, *_pairs(indices, values, counts, device), list(counts))
 
 
@@ -81,9 +75,7 @@ def clear(outs: Sequence[Tensor], indices: Tensor, counts: Sequence[int]) -> Non
         >>> out
         tensor([1., 0., 1.])
     """
-    device = device_of(outs, indices)
-    checked = segments("outs", outs, device)
-    check_counts(counts, numels_of(outs))
+    device, checked = _segments("outs", outs, indices, counts)
     _clear.on[device.type](checked, counted_indices(indices, counts, device), list(counts))
 
 
@@ -99,9 +91,7 @@ def add(outs: Sequence[Tensor], indices: Tensor, values: Tensor, counts: Sequenc
         >>> out
         tensor([1., 2., 1.])
     """
-    device = device_of(outs, values)
-    checked = segments("outs", outs, device)
-    check_counts(counts, numels_of(outs))
+    device, checked = _segments("outs", outs, values, counts)
     _add.on[device.type](checked, *_pairs(indices, values, counts, device), list(counts), weight)
 
 
@@ -147,6 +137,16 @@ def total(
     return _total.on[device.type](
         checked, [i for i, _ in pairs], [v for _, v in pairs], [list(c) for c in counts], weight
     )
+
+
+def _segments(
+    name: str, tensors: Sequence[Tensor], selected: Tensor, counts: Sequence[int]
+) -> tuple[torch.device, list[Tensor]]:
+    """Check segments, and how many elements of each are selected; their device, and the segments detached."""
+    device = device_of(tensors, selected)
+    checked = segments(name, tensors, device)
+    check_counts(counts, numels_of(tensors))
+    return device, checked
 
 
 def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:

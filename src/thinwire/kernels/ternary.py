@@ -28,10 +28,9 @@ from .checks import (
     vector,
 )
 from .flags import Flag
-from .onebit import rows_of
 from .random import MASK32, uniform_of
 from .reduce import sum_payloads
-from .scales import MAX_SCALE, MIN_SCALE, float32, magnitude, root, scale_bytes, spread, tree_sum
+from .scales import MAX_SCALE, MIN_SCALE, float32, magnitude, root, rows_of, scale_bytes, spread, tree_sum
 
 BLOCK_WORDS = 64  # words of one block
 

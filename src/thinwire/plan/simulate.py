@@ -56,8 +56,8 @@ def simulate(
     engine = Engine(network, fold)
     threads = []
     for rank in range(engine.workers):
-        worker = _SimulatedWorker(engine, rank, buckets, forward_seconds, work_seconds)
-        threads += [Thread(engine, rank, worker.compute()), Thread(engine, rank, worker.finish())]
+        worker = _SimulatedWorker(engine, rank, buckets, work_seconds)
+        threads += [Thread(engine, rank, worker.compute(forward_seconds)), Thread(engine, rank, worker.finish())]
     engine.run()
     # No event is left, so a thread that still waits would wait for ever.
     require(all(t.is_idle for t in threads), "a worker waits for a message that nobody sends; is the fold wrong?")
@@ -67,25 +67,17 @@ def simulate(
 class _SimulatedWorker:
     """The two threads of one worker."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        rank: int,
-        buckets: Sequence[Bucket],
-        forward_seconds: float,
-        work_seconds: Seconds,
-    ):
-        self._engine, self._rank = engine, rank
-        self._forward_seconds, self._work_seconds = forward_seconds, work_seconds
+    def __init__(self, engine: Engine, rank: int, buckets: Sequence[Bucket], work_seconds: Seconds):
+        self._engine, self._rank, self._work_seconds = engine, rank, work_seconds
         self._buckets = [(bucket.backward_seconds, bucket.programs[rank]) for bucket in buckets]
         self._operations: list[list[Operation]] = [[] for _ in buckets]
         self._stepped = [Operation(1) for _ in buckets]
         # Both threads take from these queues, so each stage is performed once.
         self._stages = [deque(program.stages) for _, program in self._buckets]
 
-    def compute(self) -> Iterator[float | Operation]:
+    def compute(self, forward_seconds: float) -> Iterator[float | Operation]:
         """Forward, then each bucket's part of backward, its `step`, and the next stage of those before."""
-        yield self._forward_seconds
+        yield forward_seconds
         for number, (backward_seconds, program) in enumerate(self._buckets):
             yield backward_seconds
             yield from self._perform(program.step, number)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
+from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.claims import Claim, choose, differing, members_of, place_of, read_claim
 from thinwire.comm.elastic.history import History
-from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.members import Diverged, Version
 
 
@@ -159,8 +157,7 @@ def test_a_claim_that_cannot_be_true_is_dropped(wrong):
 
 
 def test_a_worker_whose_claim_is_dropped_is_named_in_one_line_whatever_its_name(caplog):
-    liar = SimpleNamespace(replica_id="a\nthinwire: all is well", store_address="", data=None)
-    assert Asker(None, "b")._claims(SimpleNamespace(quorum_id=1, participants=[liar])) == []
+    assert lighthouse._claims([("a\nthinwire: all is well", "", None)]) == []
     (line,) = caplog.messages
     assert "\n" not in line and "takes no part" in line
 

@@ -19,16 +19,14 @@ from helpers.elastic import serve, worker
 from helpers.keys import keys_of
 from helpers.listeners import listening
 from helpers.program import Program, wait_until
-from torch._subclasses import FakeTensorMode
 
 from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
-from thinwire.comm.elastic import communicator, groups, lighthouse
-from thinwire.comm.elastic.claims import Claim
+from thinwire.comm.elastic import communicator, lighthouse, quorums
 from thinwire.comm.elastic.groups import GlooGroups
-from thinwire.comm.elastic.lighthouse import Asker, Missing, client_of, met, store_at
+from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
+from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
-from thinwire.comm.members import Version
 from thinwire.strategy.transaction import Transaction
 
 
@@ -71,46 +69,22 @@ def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatc
     place.kill()
 
 
-def test_a_new_lighthouse_that_does_not_know_all_workers_yet_is_asked_again():
-    """Its numbers come back: with the same workers, before it knows all of them, and with one more."""
-    told = iter([(1, "ab"), (1, "ab"), (2, "abc"), (1, "abc"), (1, "ab"), (2, "abc")])
-
-    def quorum(**request):
-        number, workers = next(told)
-        claim = Claim(workers, "10.0.0.1:1", 0, Version(), "", "", "", -1, "")
-        participants = [SimpleNamespace(replica_id=w, store_address="10.0.0.1:1", data=claim.data()) for w in workers]
-        return SimpleNamespace(quorum_id=number, participants=participants)
-
-    asker = Asker(SimpleNamespace(quorum=quorum, heartbeat=lambda *_, **__: None), "a")
-    found = []
-    for _ in range(6):
-        asker.ask(Claim("a", "10.0.0.1:1", 0, Version(), "", "", "", -1, ""), 1.0)
-        found.append(asker.is_partial)
-    asker.close()
-    assert found == [False, False, False, False, True, False]
-
-
 def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_know_the_old_ones(monkeypatch):
     """Two new workers reach it first. The one that has committed rounds comes later, in a long round, and heals both."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    are_early, has_come, have_formed = threading.Event(), threading.Event(), threading.Barrier(3)
-
-    def sleep(seconds):
-        are_early.set()
-        assert has_come.wait(60)
-
+    monkeypatch.setattr(quorums, "RESTART_SECONDS", 4.0)
+    are_early, have_formed = threading.Event(), threading.Barrier(3)
     place = lighthouse.Lighthouse(2, "127.0.0.1")
-    monkeypatch.setattr(lighthouse, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
 
     def worker(world):
         if world.rank == 2:
-            assert are_early.wait(60), "the others did not wait"
+            assert are_early.wait(60)
         comm = ElasticCommunicator(place.address, world.rank, quorum_seconds=60)
         if world.rank == 2:
             comm.load_state_dict({"rounds": 5})
-            comm._asker._client.heartbeat(comm._asker._id, timeout=timedelta(seconds=30))
-            has_come.set()
-            time.sleep(1)
+            comm._asker._client.heartbeat(comm._asker._id, 30.0)
+            time.sleep(4)
+        are_early.set()
         members = comm.form_round()
         have_formed.wait(60)  # one that closed earlier could cut the connection that another one still makes
         comm.close()
@@ -124,7 +98,7 @@ def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_k
 def test_a_lighthouse_at_an_ipv6_host_is_reached_at_its_address():
     """The host in its address had no brackets, so no client found the port."""
     place = lighthouse.Lighthouse(1, "::1")
-    client_of(place.address, None, 20.0).heartbeat("a", timeout=timedelta(seconds=20))
+    QuorumClient(place.address, None, 20.0).heartbeat("a", 20.0)
     place.close()
 
 
@@ -155,10 +129,9 @@ class Name:
 
 
 def test_a_lighthouse_that_moves_while_its_host_is_silent_is_found_again(monkeypatch):
-    """torchft's client kept its connection with the silent host for 80 seconds, and asked for a round on it."""
+    """Nothing ends the connection with the silent host, and the next question must not go there."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setattr(lighthouse, "HEARTBEAT_SECONDS", 1.0)
-    monkeypatch.setattr(lighthouse, "SILENT_SECONDS", 0.5)
     before, after = (lighthouse.Lighthouse(1, "127.0.0.1") for _ in range(2))
     name = Name(int(before.address.rpartition(":")[2]))
     comm = ElasticCommunicator(f"http://127.0.0.1:{name.port}", min_workers=1, quorum_seconds=200.0)
@@ -184,8 +157,8 @@ def test_others_do_not_wait_for_a_worker_that_missed_the_answer_of_a_lighthouse_
         if world.rank == 1:
             client, asked = comm._asker._client, []
 
-            def missed(**question):
-                asked.append(client.quorum(**question))
+            def missed(*question):
+                asked.append(client.quorum(*question))
                 if len(asked) == 1:
                     raise ConnectionError("the Lighthouse has ended")
                 return asked[-1]
@@ -318,9 +291,9 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def worker(comm):
-        group = GlooGroups(timedelta(seconds=60), on_gpus=False)
+        group = GlooGroups(timedelta(seconds=60))
         with store_at(f"127.0.0.1:{store.port}/place", timedelta(seconds=3)) as found:
-            group.connect(found, "", comm.rank, 2, timedelta(seconds=3))
+            group.connect(found, comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
         if comm.rank == 0:
             group.exchange({}, {1: received})()
@@ -379,80 +352,6 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     place.close()
 
 
-class OnGpus:
-    """In place of the process group over NCCL, which needs GPUs: notes what it is asked to do."""
-
-    def __init__(self):
-        self.places, self.done, self.error = [], [], None
-
-    def configure(self, place, *args):
-        self.places.append(place)
-
-    def errored(self):
-        return self.error
-
-    def abort(self):
-        self.done.append("abort")
-
-    def allreduce(self, tensors, options):
-        return self._work("all-reduce")
-
-    def broadcast(self, tensors, options):
-        return self._work(f"broadcast from {options.rootRank}")
-
-    def exchange(self, sends, receives):
-        return self._work(f"exchange with {sorted(sends)}")
-
-    def _work(self, name):
-        self.done.append(name)
-        return SimpleNamespace(wait=lambda: None)
-
-
-def test_tensors_on_gpus_have_a_group_of_their_own_whose_failures_give_up_the_round(monkeypatch):
-    """Two workers over a Lighthouse; no GPU: the tensors on one have no contents."""
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(communicator, "require", lambda *args: None)  # there is no GPU
-    monkeypatch.setattr(groups, "nccl_group", lambda timeout: OnGpus())
-    place = lighthouse.Lighthouse(2, "127.0.0.1")
-    with FakeTensorMode():
-        on_gpu = torch.empty(6, dtype=torch.uint8, device="cuda")
-
-    def worker(world):
-        comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=20, backend="nccl")
-        group, committed = comm._groups.nccl, []
-        for error in (None, RuntimeError("a peer is gone") if world.rank else None, None):
-            comm.open_round(comm.form_round())
-            number = torch.tensor([world.rank])
-            assert [int(other) for other in comm.all_gather(number).wait()] == [0, 1]
-            assert comm.all_reduce(torch.ones(3)).wait().tolist() == [2.0] * 3
-            assert comm.broadcast(number.clone(), 1).wait().tolist() == [1]
-            comm._start_all_reduce(on_gpu)()
-            comm._start_broadcast(on_gpu, 1)()
-            comm._start_exchange({1 - comm.rank: on_gpu}, {1 - comm.rank: on_gpu})()
-            group.error = error
-            committed.append(comm.close_round(True))
-            group.error = None
-        comm.close()
-        assert comm.ledger.collectives["all_reduce"] == Traffic(calls=3, messages=3, bytes_sent=36, bytes_received=36)
-        return committed, group.done, group.places
-
-    first, second = LocalWorld(2).run(worker)
-    place.close()
-    for rank, (committed, done, places) in enumerate((first, second)):
-        operations = ["all-reduce", "broadcast from 1", f"exchange with [{1 - rank}]"]
-        assert committed == [True, False, True]
-        assert [name for name in done if name != "abort"] == 3 * operations
-        assert "abort" in done[2 * len(operations) :]
-        assert len(set(places)) == len(places) == 2 and all(name.endswith("/gpus") for name in places), places
-    assert first[2] == second[2]
-
-
-def test_nccl_needs_a_gpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match="worker 3: backend 'nccl' needs a GPU"):
-        ElasticCommunicator("http://127.0.0.1:1", 3, backend="nccl")
-
-
 def test_only_an_elastic_communicator_has_rounds():
     def worker(comm):
         assert not comm.is_elastic and comm.in_round
@@ -462,18 +361,18 @@ def test_only_an_elastic_communicator_has_rounds():
     LocalWorld(1).run(worker)
 
 
-def test_with_credentials_torchft_is_not_needed(tmp_path, monkeypatch):
-    """Nor is one heard without credentials, or with the certificate of another run."""
-
-    def missing(name):
-        raise ValueError(f"{name} is not installed")
-
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_a_round_has_the_operations_of_a_communicator_and_with_credentials_no_other_run_is_heard(
+    is_encrypted, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(lighthouse, "_module", missing)
-    credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
+    credentials, (other,) = [None, None], [None]
+    if is_encrypted:
+        credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
     place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
-    with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
-        ElasticCommunicator(place.address, 7, credentials=other)
+    if is_encrypted:
+        with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
+            ElasticCommunicator(place.address, 7, credentials=other)
 
     def worker(world):
         comm = ElasticCommunicator(place.address, world.rank, timeout_seconds=60, credentials=credentials[world.rank])

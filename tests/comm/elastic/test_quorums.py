@@ -1,10 +1,10 @@
-"""Who takes part in a round of a run with credentials: the rules, and callers that lie."""
+"""Who takes part in a round: the rules of a Lighthouse, and callers that lie."""
 
 from __future__ import annotations
 
 import json
 import threading
-from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 from helpers.keys import keys_of
@@ -12,7 +12,6 @@ from helpers.keys import keys_of
 from thinwire.comm import Lighthouse
 from thinwire.comm.elastic import quorums
 from thinwire.comm.elastic.claims import Claim
-from thinwire.comm.elastic.lighthouse import client_of
 from thinwire.comm.elastic.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
 from thinwire.comm.members import Version
 from thinwire.comm.tls.connections import Refused
@@ -23,62 +22,78 @@ BEAT = 3.0
 class Scene:
     """Quorums at a time that the test sets; nobody waits."""
 
-    def __init__(self, monkeypatch, min_workers=2, join_seconds=60.0):
+    def __init__(self, monkeypatch, min_workers=2, join_seconds=60.0, restart_seconds=0.0):
         monkeypatch.setattr(quorums, "WAIT_SECONDS", 0.0)
-        self.now, self.asked = 100.0, 0
-        self.quorums = Quorums(min_workers, join_seconds, BEAT, clock=lambda: self.now)
+        monkeypatch.setattr(quorums, "RESTART_SECONDS", restart_seconds)
+        monkeypatch.setattr(quorums, "time", SimpleNamespace(monotonic=lambda: self.now))
+        self.now = 100.0
+        self.quorums = Quorums(min_workers, join_seconds, BEAT)
 
     def beat(self, *ids):
         for id in ids:
             assert self.quorums.answer([b"beat", id.encode()]) == [OK]
 
     def ask(self, id, nonce=b"1", claim='["10.0.0.1:1", {}]'):
-        """The workers of the quorum and its number; None while there is none."""
+        """The workers of the quorum; None while there is none."""
         what, *answer = self.quorums.answer([b"ask", id.encode(), nonce, claim.encode()])
         assert what in (QUORUM, WAIT)
         if what == WAIT:
             return None
-        quorum = json.loads(answer[0])
-        return "".join(worker for worker, _ in quorum["workers"]), quorum["number"]
+        return "".join(worker for worker, _ in json.loads(answer[0]))
 
 
 def test_a_quorum_waits_for_all_that_live_and_gives_all_the_same_answer(monkeypatch):
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
     assert scene.ask("c") is None and scene.ask("a") is None
-    assert scene.ask("b") == ("abc", 1)
-    assert scene.ask("a") == scene.ask("c") == ("abc", 1)  # the same question, again
+    assert scene.ask("b") == "abc"
+    assert scene.ask("a") == scene.ask("c") == "abc"  # the same question, again
 
 
 def test_workers_of_the_last_quorum_wait_for_nobody(monkeypatch):
     scene = Scene(monkeypatch)
-    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+    assert scene.ask("a") is None and scene.ask("b") == "ab"
     scene.beat("a", "b", "c")  # c loads its data
     assert scene.ask("a", b"2") is None
-    assert scene.ask("b", b"2") == ("ab", 1)
+    assert scene.ask("b", b"2") == "ab"
     assert scene.ask("c", b"1") is None and scene.ask("a", b"3") is None
-    assert scene.ask("b", b"3") == ("abc", 2)
-    assert scene.ask("a", b"3") == ("abc", 2) == scene.ask("c", b"1")
+    assert scene.ask("b", b"3") == "abc"
+    assert scene.ask("a", b"3") == "abc" == scene.ask("c", b"1")
+
+
+def test_new_workers_begin_no_run_before_a_new_lighthouse_has_heard_of_the_old_ones(monkeypatch):
+    """Or before one has that knew nobody for long. Two new workers reach it first."""
+    scene = Scene(monkeypatch, restart_seconds=1.5)
+    scene.now += 100.0
+    for nonce in (b"1", b"2"):
+        assert scene.ask("a", nonce) is None and scene.ask("b", nonce) is None
+        scene.now += 1.0
+        scene.beat("old")  # it is in a long round
+        assert scene.ask("a", nonce) is None
+        scene.now += 0.5
+        assert scene.ask("b", nonce) is None and scene.ask("old", nonce) == "abold"
+        for id in ("a", "b", "old"):
+            assert scene.quorums.answer([b"leave", id.encode()]) == [OK]
 
 
 def test_a_worker_without_heartbeats_is_left_out(monkeypatch):
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
-    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert [scene.ask(id) for id in "abc"][-1] == "abc"
     assert scene.ask("a", b"2") is None and scene.ask("b", b"2") is None  # c may still come
     scene.now += BEAT
     assert scene.ask("a", b"2") is None  # b's last question is as old
-    assert scene.ask("b", b"2") == ("ab", 2)
+    assert scene.ask("b", b"2") == "ab"
 
 
 def test_nobody_waits_for_a_worker_that_has_left(monkeypatch):
     """They waited until they had missed its heartbeats for three seconds."""
     scene = Scene(monkeypatch)
     scene.beat("a", "b", "c")
-    assert [scene.ask(id) for id in "abc"][-1] == ("abc", 1)
+    assert [scene.ask(id) for id in "abc"][-1] == "abc"
     assert scene.ask("c", b"2") is None and scene.ask("a", b"2") is None
     assert scene.quorums.answer([b"leave", b"c"]) == [OK]
-    assert scene.ask("b", b"2") == ("ab", 2)
+    assert scene.ask("b", b"2") == "ab"
 
 
 def test_there_are_never_two_quorums_at_once(monkeypatch):
@@ -89,7 +104,7 @@ def test_there_are_never_two_quorums_at_once(monkeypatch):
         scene.now += 1.0
         scene.beat("c", "d")
         assert scene.ask("a") is None and scene.ask("b") is None  # half of those that live
-    assert scene.ask("c") == ("abc", 1)  # the first one asked long ago
+    assert scene.ask("c") == "abc"  # the first one asked long ago
 
 
 def test_fewer_than_the_minimum_wait_but_those_of_the_last_quorum(monkeypatch):
@@ -97,14 +112,14 @@ def test_fewer_than_the_minimum_wait_but_those_of_the_last_quorum(monkeypatch):
     assert scene.ask("a") is None
     scene.now += 2
     assert scene.ask("a") is None and scene.ask("b") is None
-    assert scene.ask("c") == ("abc", 1)
+    assert scene.ask("c") == "abc"
 
 
 def test_a_question_of_a_worker_that_died_is_forgotten(monkeypatch):
     scene = Scene(monkeypatch)
     assert scene.ask("dead") is None
     scene.now += BEAT
-    assert scene.ask("a") is None and scene.ask("b") == ("ab", 1)
+    assert scene.ask("a") is None and scene.ask("b") == "ab"
 
 
 @pytest.mark.parametrize(
@@ -146,10 +161,10 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
             client._client.ask(b"ask", b"2", b"nonce", b"[" * 2000, seconds=5)
             return
         own = Claim(str(number), "10.0.0.1:1", number, Version(), "", "", "", -1, "n")
-        found[number] = client.quorum(str(number), timedelta(seconds=20), own.store, own.data())
+        found[number] = client.quorum(own, 20.0)
 
     for number in range(3):
-        QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), timedelta(seconds=5))
+        QuorumClient(place.address, credentials[number], 10).heartbeat(str(number), 5.0)
     threads = [threading.Thread(target=worker, args=(number,)) for number in range(3)]
     for thread in threads:
         thread.start()
@@ -157,16 +172,16 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
         thread.join(60)
     place.close()
     for number in range(2):
-        data = {member.replica_id: member.data for member in found[number].participants}
+        data = {id: data for id, _, data in found[number]}
         assert data["2"] is None and data["0"]["number"] == 0 and data["1"]["number"] == 1
 
 
 def test_credentials_belong_to_both_or_to_none(tmp_path):
     (ours,) = keys_of(tmp_path, "a")
     with pytest.raises(ValueError, match="the Lighthouse at http://host:1 knows no credentials"):
-        client_of("http://host:1", ours, 1.0)
+        QuorumClient("http://host:1", ours, 1.0)
     with pytest.raises(ValueError, match="the Lighthouse at https://host:1 needs credentials; see thinwire keys"):
-        client_of("https://host:1", None, 1.0)
+        QuorumClient("https://host:1", None, 1.0)
 
 
 def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told_at_once(tmp_path):
@@ -174,9 +189,9 @@ def test_a_lighthouse_that_has_credentials_under_an_address_without_is_told_at_o
     (ours,) = keys_of(tmp_path, "a")
     secure, plain = Lighthouse(2, "127.0.0.1", credentials=ours), Lighthouse(2, "127.0.0.1")
     with pytest.raises(ValueError, match=r"the Lighthouse at http://127\.0\.0\.1:\d+ needs credentials"):
-        client_of(secure.address.replace("https", "http"), None, 30.0)
+        QuorumClient(secure.address.replace("https", "http"), None, 30.0)
     with pytest.raises(Refused, match=r"127\.0\.0\.1:\d+ does not speak TLS, so it knows no credentials"):
-        client_of(plain.address.replace("http", "https"), ours, 30.0)
-    client_of(plain.address, None, 30.0)
+        QuorumClient(plain.address.replace("http", "https"), ours, 30.0)
+    QuorumClient(plain.address, None, 30.0)
     plain.close()
     secure.close()

@@ -406,7 +406,7 @@ def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_
     monkeypatch.setattr(lighthouse, "connected_store", lambda *args: made.append(connected_store(*args)) or made[-1])
     rounds = TcpGroups(SOON, credentials[1], True, None)
     with met(place, "round", 0, 1, SOON, credentials[1]) as store:
-        rounds.connect(store, f"{place}/round", 0, 1, SOON)
+        rounds.connect(store, 0, 1, SOON)
     rounds.close()
     assert len(made) == 1 and tls_store._open == before
     ours.close()

@@ -258,7 +258,6 @@ def test_waits_of_a_step(text, reads):
 
 def test_waits_of_an_elastic_step(reads):
     """Votes are read in main memory, once a round."""
-    pytest.importorskip("torchft")
     lighthouse, together = tw.comm.Lighthouse(2, "127.0.0.1"), threading.Barrier(2, timeout=300)
     strategy = tw.parse("Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2)")
 

@@ -1,4 +1,4 @@
-"""Workers that come and go: rounds over Gloo (extra `elastic`), or with credentials over connections of our own.
+"""Workers that come and go: rounds over Gloo, or with credentials over connections of our own.
 
 Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
 over Gloo, anew whenever the workers change. A round is a transaction:
@@ -33,9 +33,7 @@ Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker t
 again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries tell the others, and one of them is
 left out.
 
-GPUs. Tensors on a GPU go through main memory, as Gloo needs it, or with `backend="nccl"` over a second process group. Votes,
-sizes, and healing go over Gloo in both cases. An operation over NCCL ends on the GPU after its `wait()`, so before the vote the
-worker waits for its GPU, and asks whether all operations had success. Neither path has been run on a GPU.
+GPUs. Tensors on a GPU go through main memory. This has not been run on a GPU.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -55,15 +53,13 @@ from torch import Tensor
 
 from ...algorithm import require
 from ...options import require_integer, require_number
-from ...streams import refuse_capture
-from ..background import Background
 from ..base import Communicator, Start
 from ..channel import Channel
 from ..handle import CommunicationError, nothing
+from ..issuer import Issuer
 from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..notice import said_if_late
 from ..process_group import ProcessGroupCommunicator
-from ..side_streams import SideStreams
 from ..tls.credentials import Credentials
 from .claims import MAX_NUMBER, MAX_ROUNDS, Claim, differing, members_of, place_of
 from .forming import Forming
@@ -90,8 +86,6 @@ class ElasticCommunicator(Communicator):
         min_workers: fewer do not begin a round.
         timeout_seconds: how long a worker may be silent in a round before the round is given up.
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
-        backend: of tensors on a GPU. "nccl" is experimental: it has never run on one. It needs a GPU of its own for every
-            worker, and notices a dead one only after `timeout_seconds`.
         is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
             data before. Otherwise workers that start together begin together.
         check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does. Lower =>
@@ -110,10 +104,9 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
-        ValueError: a value out of range, torchft is not installed, the Lighthouse needs credentials, or there is no GPU for
-            NCCL. When a round forms: the number is taken, the configuration differs from that of the others, or healing would
-            lose rounds that it has committed (`LostRounds`), or the workers' states differ and no majority says which is right
-            (`Diverged`).
+        ValueError: a value out of range, or only one of the Lighthouse and this worker has credentials. When a round forms: the
+            number is taken, the configuration differs from that of the others, or healing would lose rounds that it has
+            committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
             not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.
@@ -128,7 +121,6 @@ class ElasticCommunicator(Communicator):
         min_workers: int = 2,
         timeout_seconds: float = 10.0,
         quorum_seconds: float = 120.0,
-        backend: Literal["gloo", "nccl"] = "gloo",
         is_late: bool = False,
         credentials: Credentials | None = None,
         check_every: int = 100,
@@ -150,14 +142,6 @@ class ElasticCommunicator(Communicator):
             relay is None or (credentials is not None and replica is None),
             f"worker {number}: a relay is for workers of one process with credentials",
         )
-        require(
-            credentials is None or backend == "gloo",
-            f"worker {number}: NCCL does not encrypt; leave backend out, or credentials",
-        )
-        require(
-            backend == "gloo" or (torch.cuda.is_available() and dist.is_nccl_available()),
-            f"worker {number}: backend 'nccl' needs a GPU, and PyTorch finds none; choose 'gloo'",
-        )
         # It connects one worker until its first round, so that strategies attach without the others.
         super().__init__(0, 1)
         self.in_round = self._is_opening = False
@@ -175,14 +159,11 @@ class ElasticCommunicator(Communicator):
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
         self._in_flight = self._sent_before = 0
-        self._issuer = Background("thinwire-comm")
-        self._streams = SideStreams(self._issuer)
+        self._issuer = Issuer()
         self._history, self._known_place = History(), ""
         self._patience, self._check_every = Patience(timeout_seconds), check_every
         self._groups: Groups = (
-            GlooGroups(self._timeout, backend == "nccl")
-            if credentials is None
-            else TcpGroups(self._timeout, credentials, listens, relay)
+            GlooGroups(self._timeout) if credentials is None else TcpGroups(self._timeout, credentials, listens, relay)
         )
         self._forming = Forming(
             *(number, lighthouse, min_workers, quorum_seconds, self._groups, self._processes),
@@ -374,7 +355,7 @@ class ElasticCommunicator(Communicator):
         # This worker's processes compare their votes only if they have opened the round.
         was_open, self.in_round = self.in_round, False
         try:
-            committed = success and self._has_arrived() and self._vote(norm)
+            committed = success and self._vote(norm)
         except CommunicationError as error:
             self._error, committed = error, False
         if was_open:
@@ -401,12 +382,6 @@ class ElasticCommunicator(Communicator):
         self._groups.hang_up()
         self._forming.give_up()
         self._asker.expect(self._patience.seconds)
-
-    def _has_arrived(self) -> bool:
-        """Whether all operations on the GPU had success; over Gloo, `wait` has said so."""
-        error = self._groups.errored()
-        self._error = self._error or error
-        return error is None
 
     def _vote(self, norm: float) -> bool:
         assert self.members is not None
@@ -494,14 +469,7 @@ class ElasticCommunicator(Communicator):
         if self._error is not None:
             raise CommunicationError(f"rank {self.rank}: the round has failed: {self._error}")
         device = tensors[0].device if tensors else torch.device("cpu")
-        refuse_capture(device)
-        start = partial(self._begun, start)
-        if device.type == "cpu":
-            issued = self._issuer.submit(start)
-            return partial(self._complete, lambda: issued.wait()())
-        if self._groups.nccl is None:
-            return partial(self._complete, self._streams.issue_copied(device, start))
-        return partial(self._complete, self._streams.issue_queued(device, tensors, start))
+        return partial(self._complete, self._issuer.issue(device, partial(self._begun, start)))
 
     def _begun(self, start: Start) -> Callable[[], Any]:
         if self._error is not None:

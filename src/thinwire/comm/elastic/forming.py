@@ -26,22 +26,21 @@ from ..notice import START_SECONDS, said_if_late
 from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
-from ..tls.relay import host_at, own_address_at
+from ..tls.relay import host_at, seen_at
 from ..tls.store import TlsStore
 from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups
 from .history import History
 from .lighthouse import (
     HEARTBEAT_SECONDS,
-    RESTART_SECONDS,
     Asker,
     Missing,
-    client_of,
     met,
     reach,
     store_at,
     try_sockets,
 )
+from .quorums import QuorumClient
 from .replica import Processes
 
 CONNECT_SECONDS = 5.0
@@ -52,6 +51,8 @@ LEFT_OUT_SECONDS = 60.0
 """Until the others try again to reach a worker that was left out."""
 RETRY_SECONDS = 0.2
 """Before a worker asks a Lighthouse again that did not answer."""
+TOO_FEW_SECONDS = 1.0
+"""Until a worker asks again where too few take part; meanwhile the Lighthouse hears of more."""
 OTHERS = "configuration of process"
 """Begins the names of settings that are hashes, which say less than those of process 0."""
 NO_DESCRIPTORS = os.strerror(errno.EMFILE)
@@ -99,13 +100,13 @@ class Forming:
         self.place, self._size, self._failures, self._why = "", 1, 0, ""
         self._missed: dict[int, int] = {}
         self._left_out: dict[int, float] = {}
-        self._is_partial = False
         self.host, self._id = own_address()[1], f"worker_{number:06d}_{secrets.token_hex(8)}"
         self._relay = None if relay is None else parse_address(relay)
         if self._relay is not None:
             self.settings["relay"] = str(relay)
-            with said_if_late(f"worker {number} waits for the relay at {relay}"):
-                self.host = _host_at(self._relay, self.host, listens, number, min(quorum_seconds, START_SECONDS))
+            seen_as = seen_at(self._relay, min(quorum_seconds, START_SECONDS), f"worker {number}")
+            if not listens or seen_as != self.host:  # others do not reach it, or it is behind NAT
+                self.host = host_at(self._relay)
         self._store: dist.TCPStore | TlsStore | None = None
         if processes.rank:
             self.asker = Asker(None, self._id)
@@ -114,11 +115,9 @@ class Forming:
         self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
             with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
-                client = client_of(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
+                client = QuorumClient(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
             self.asker = Asker(client, self._id)
-        except ValueError:
-            raise
-        except Exception as error:
+        except OSError as error:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
@@ -155,12 +154,12 @@ class Forming:
             # Process 0 alone tells others its settings, so those of its other processes go along as hashes.
             self.settings |= dict(zip(names, configurations[1:], strict=True))
         claim = partial(self._claim, history, rank, all(heals), digest, ports)
-        self._is_partial, claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
+        claims = self._processes.on_first(lambda: self._chosen(claim, time.monotonic() + seconds))
         members = (read_claim(id, store, data) for id, store, data in claims)
         return tuple(member for member in members if member is not None)
 
-    def _chosen(self, claim: Callable[[], Claim], deadline: float) -> tuple[bool, list[Any]]:
-        """Whether the Lighthouse has heard of some workers only, and the claims of those that take part, as plain values."""
+    def _chosen(self, claim: Callable[[], Claim], deadline: float) -> list[Any]:
+        """The claims of those that take part, as plain values."""
         same_number = None
         while True:
             choice = choose(self._asked(claim, deadline))
@@ -190,21 +189,20 @@ class Forming:
                 f"worker {self._number} takes no part: the Lighthouse at {self._lighthouse} answers without a claim of it that "
                 "can be true; see the lines above, and whether all machines run the same version of thinwire"
             )
-        return self.asker.is_partial, [[member.id, member.store, member.data()] for member in choice.members]
+        return [[member.id, member.store, member.data()] for member in choice.members]
 
     def connect(self, claims: tuple[Claim, ...]) -> int:
         """Connect with these workers, unless this worker is; returns its rank.
 
         Raises:
-            CommunicationError: a worker did not come, there are too few, or the Lighthouse restarts.
+            CommunicationError: a worker did not come, or there are too few.
             LeftOut: this process cannot open the sockets that the round needs.
         """
         size = len(claims)
-        if self._is_partial or size < self._min_workers:
-            # Meanwhile the Lighthouse hears of more workers.
-            time.sleep(RESTART_SECONDS)
-            what = "has restarted, and knows" if self._is_partial else f"waits for {self._min_workers} workers, and has"
-            raise CommunicationError(f"worker {self._number}: the Lighthouse {what} {size} so far")
+        if size < self._min_workers:
+            time.sleep(TOO_FEW_SECONDS)
+            what = f"waits for {self._min_workers} workers, and has {size} so far"
+            raise CommunicationError(f"worker {self._number}: the Lighthouse {what}")
         rank = [claim.number for claim in claims].index(self._number)
         if not self.place or {claim.connection for claim in claims} != {self.place} or size != self._size:
             self._connect_anew(claims, rank)
@@ -258,13 +256,12 @@ class Forming:
                 return at_relay(self.asker.ask(claim(), max(deadline - time.monotonic(), 0.1)), self._relay)
             except Refused as error:
                 raise CommunicationError(f"worker {self._number}: {error}") from error
-            except Exception as error:
+            except (OSError, ValueError) as error:  # a ValueError while this worker's credentials are replaced
                 if time.monotonic() + RETRY_SECONDS > deadline:
-                    reason = reason_of(error).partition(", details: ")[0][:300]
                     raise CommunicationError(
                         f"worker {self._number}: no quorum of {self._min_workers} workers within "
                         f"{self._quorum_seconds:g} seconds; see whether enough workers run, and whether they reach the "
-                        f"Lighthouse at {self._lighthouse} ({reason})"
+                        f"Lighthouse at {self._lighthouse} ({reason_of(error)})"
                     ) from error
                 if self.place:  # others may have had an answer, and wait for this worker in a round
                     self._groups.hang_up()
@@ -301,7 +298,7 @@ class Forming:
             with met(claims[0].store, meeting, rank, len(claims), limit, self._credentials) as store:
                 if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
                     reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
-                self._groups.connect(store, f"{claims[0].store}/{meeting}", rank, len(claims), limit)
+                self._groups.connect(store, rank, len(claims), limit)
         except Exception as error:
             if NO_DESCRIPTORS in str(error):  # others do not learn it, and would wait for it in each round
                 raise LeftOut(
@@ -322,12 +319,3 @@ class Forming:
         self._missed = {number: 1 + self._missed.get(number, 0) for number in missing}
         until = time.monotonic() + LEFT_OUT_SECONDS
         self._left_out |= {number: until for number, times in self._missed.items() if times >= TRIES}
-
-
-def _host_at(relay: tuple[str, int], own: str, listens: bool, number: int, seconds: float) -> str:
-    """Where others reach this worker: at its own address, or at the relay if it does not listen or is behind NAT."""
-    try:
-        is_reached = own_address_at(relay, seconds) == own and listens  # a relay that does not run is noticed here
-    except OSError as error:
-        raise CommunicationError(f"worker {number}: {error}") from error
-    return own if is_reached else host_at(relay)

@@ -1,4 +1,4 @@
-"""Operations of an elastic round on its connections: over Gloo and NCCL, or with credentials over our own."""
+"""Operations of an elastic round on its connections: over Gloo, or with credentials over our own."""
 
 from __future__ import annotations
 
@@ -12,15 +12,14 @@ from torch import Tensor
 
 from ...algorithm import require
 from ..background import Later
-from ..exit import until_exit
-from ..gloo import Works, hang_up, post, wait_and_copy, wait_for_all
+from ..gloo import GlooPeers, wait_and_copy
 from ..handle import CommunicationError
 from ..numbered import Numbers, Wait
 from ..sums import Route, Sums
 from ..tcp import TcpCommunicator, is_available
 from ..tcp.connections import WrongContact
 from ..tls.credentials import Credentials
-from .lighthouse import Missing, nccl_group
+from .lighthouse import Missing
 
 
 class Groups(ABC):
@@ -30,24 +29,21 @@ class Groups(ABC):
         timeout: how long an operation may take; over connections of our own, how long a line may be cut.
 
     Attributes:
-        limit: how long to wait for a message between processors; it may be changed.
-        nccl: what sends tensors between GPUs; None if they go through main memory.
+        limit: how long to wait for a message; it may be changed.
         route: of all-reduces between those that are connected.
     """
 
-    nccl: Any = None
     route: Route
 
     def __init__(self, timeout: timedelta):
         self.limit = self._timeout = timeout
 
     @abstractmethod
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         """Connect with other workers, instead of those before.
 
         Args:
             store: where they meet.
-            place: its address, "host:port/prefix".
             rank, size: of this worker in the round.
             limit: how long it may take.
         """
@@ -66,70 +62,42 @@ class Groups(ABC):
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         """Add up a tensor over all workers, in place."""
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self.nccl.allreduce([tensor], dist.AllreduceOptions()))
         sent = _in_main_memory(tensor)
         return partial(wait_and_copy, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Give all workers the tensor of rank `root`, in place."""
-        if self._goes_over_nccl(tensor):
-            return partial(_order_stream, self.nccl.broadcast([tensor], _from_rank(root)))
         sent = _in_main_memory(tensor)
         return partial(wait_and_copy, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
-        if any(map(self._goes_over_nccl, (*sends.values(), *receives.values()))):
-            return partial(_order_stream, self.nccl.exchange(sends, receives))
         landing, sent = ({peer: _in_main_memory(t) for peer, t in side.items()} for side in (receives, sends))
         wait = self._connected()._start_exchange(sent, landing)
         return partial(wait_and_copy, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
-    def errored(self) -> Exception | None:
-        """Wait for the operations between GPUs; returns why one failed. Other operations have said so before."""
-        error: Exception | None = None if self.nccl is None else self.nccl.errored()
-        return error
-
-    def _goes_over_nccl(self, tensor: Tensor) -> bool:
-        return self.nccl is not None and tensor.device.type == "cuda"
-
 
 class GlooGroups(Groups):
-    """Over Gloo, and NCCL for tensors on GPUs if asked for.
+    """Over Gloo."""
 
-    Args:
-        timeout: see `Groups`.
-        on_gpus: whether tensors on GPUs go over NCCL.
-
-    Raises:
-        ValueError: torchft is not installed, which NCCL needs.
-    """
-
-    def __init__(self, timeout: timedelta, on_gpus: bool):
+    def __init__(self, timeout: timedelta):
         super().__init__(timeout)
-        self.nccl = nccl_group(timeout) if on_gpus else None
-        # A `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
-        self._gloo: Any = None  # before the first round, and while one is connected
+        self._gloo: GlooPeers | None = None  # before the first round, and while none is connected
         self._sums: Sums | None = None
 
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         self.close()
         group: Any = dist.ProcessGroupGloo(store, rank, size, limit)
         group._set_default_timeout(self._timeout)  # only connecting is bounded by `limit`
-        if self.nccl is not None:
-            self.nccl.configure(f"{place}/gpus", f"rank {rank}", rank, size)
-        self._gloo = group
+        self._gloo = GlooPeers(group)
         # Workers of one host are few; to find them would take a step in each round.
         self.route = Route(rank, range(size))
         self._numbers = Numbers(size)
-        self._sums = Sums(self.route, partial(post, group, self._waiting), self._numbers, Later())
+        self._sums = Sums(self.route, self._gloo.post, self._numbers, Later())
 
     def hang_up(self) -> None:
-        if self.nccl is not None:
-            self.nccl.abort()
         if self._gloo is not None:
-            hang_up(self._gloo)
+            self._gloo.hang_up()
 
     def close(self) -> None:
         self._gloo = self._sums = None  # the group closes its connections when it is deleted
@@ -137,6 +105,7 @@ class GlooGroups(Groups):
     def _connected(self) -> GlooGroups:
         if self._gloo is None:
             raise CommunicationError("the round was given up")
+        self._gloo.limit = self.limit  # Gloo's own one is that of connecting
         return self
 
     def _start_all_reduce(self, tensor: Tensor) -> Wait:
@@ -144,20 +113,13 @@ class GlooGroups(Groups):
         return self._sums.start(tensor)
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
-        return self._waiting([(f"from rank {root}", self._gloo.broadcast([tensor], _from_rank(root)))])
+        assert self._gloo is not None, "it is connected"
+        work = self._gloo.group.broadcast([tensor], _from_rank(root))
+        return partial(self._gloo.wait, [(f"from rank {root}", work)])
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
-        return post(self._gloo, self._waiting, self._numbers.sending(sends), self._numbers.receiving(receives))
-
-    def _waiting(self, works: Works) -> Wait:
-        # Each wait names its limit, because Gloo's own one is that of connecting.
-        gloo = self._gloo
-
-        def wait() -> None:
-            with until_exit(partial(hang_up, gloo)):
-                wait_for_all(works, limit=self.limit)
-
-        return wait
+        assert self._gloo is not None, "it is connected"
+        return self._gloo.post(self._numbers.sending(sends), self._numbers.receiving(receives))
 
 
 class TcpGroups(Groups):
@@ -181,7 +143,7 @@ class TcpGroups(Groups):
         self._credentials, self._listens, self._relay = credentials, listens, relay
         self._comm: TcpCommunicator | None = None
 
-    def connect(self, store: dist.Store, place: str, rank: int, size: int, limit: timedelta) -> None:
+    def connect(self, store: dist.Store, rank: int, size: int, limit: timedelta) -> None:
         self.hang_up()
         try:
             self._comm = TcpCommunicator.from_store(
@@ -213,11 +175,6 @@ class TcpGroups(Groups):
             raise CommunicationError("the round was given up")
         self._comm.limit_seconds = self.limit.total_seconds()
         return self._comm
-
-
-def _order_stream(work: Any) -> None:
-    """Make the current stream wait; the host does not."""
-    work.wait()
 
 
 def _from_rank(root: int) -> dist.BroadcastOptions:

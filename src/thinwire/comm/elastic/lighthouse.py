@@ -1,41 +1,29 @@
-"""The Lighthouse, by which workers agree on who takes part, and what thinwire takes from torchft.
+"""The Lighthouse, by which workers agree on who takes part, and how a worker asks it.
 
-torchft is an optional package, with a Lighthouse and a process group over NCCL that is connected anew. All of its names that
-thinwire uses are in this file. Runs with credentials do without it: their Lighthouse is in `quorums.py`.
-
-The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live. A worker sends
-them itself, and only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process lives.
-torchft's Manager is not used: it sends heartbeats for a stuck worker too, and its numbers of quorums come back when a
-Lighthouse restarts. Here each question carries a worker's claim (`claims.py`), and each answer those of all that take part.
+The Lighthouse believes that a worker lives while its heartbeats come, and each round waits for all that live (`quorums.py`).
+A worker sends them only while it makes progress (`Asker.expect`). So one that is stuck is soon left out, though its process
+lives. Each question carries a worker's claim (`claims.py`), and each answer those of all that take part.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from importlib import import_module
-from types import ModuleType
 from typing import Any
-from urllib.parse import urlsplit
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from ...algorithm import require
 from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
 from ..store import connected_store
-from ..tls.connections import Listener, speaks_tls
+from ..tls.connections import Listener
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from ..tls.store import TlsStore
@@ -46,12 +34,6 @@ HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
 BEAT_SECONDS = 0.2
 """Between two heartbeats."""
-RESTART_SECONDS = 1.0
-"""After which a Lighthouse that restarts has heard of all workers."""
-SILENT_SECONDS = 6.0
-"""After which a Lighthouse that does not answer may have moved, so that its name stands for another host."""
-LOOK_SECONDS = 0.2
-"""Between two looks whether it has."""
 log = logging.getLogger("thinwire")
 
 
@@ -67,8 +49,7 @@ class Lighthouse:
         credentials: of this machine; with them, only workers of the run are heard.
 
     Raises:
-        ValueError: torchft is not installed.
-        OSError: the port is taken; with credentials.
+        OSError: the port is taken.
     """
 
     def __init__(
@@ -80,142 +61,13 @@ class Lighthouse:
         credentials: Credentials | None = None,
     ):
         host = own_address()[1] if host is None else host
-        if credentials is not None:
-            quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
-            listener = Listener(host, port, credentials, quorums.answer)
-            self.address, self.close = f"https://{address_text(host, listener.port)}", listener.close
-            return
-        server: Any = _module("torchft.coordination").LighthouseServer(
-            bind=address_text(host, port),
-            min_replicas=min_workers,
-            join_timeout_ms=round(1000 * join_seconds),
-            quorum_tick_ms=50,
-            heartbeat_timeout_ms=round(1000 * HEARTBEAT_SECONDS),
-        )
-        # torchft gives the machine's name, which need not resolve.
-        self.address = f"http://{address_text(host, int(server.address().rsplit(':', 1)[1]))}"
-        self.close = server.shutdown
+        quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
+        listener = Listener(host, port, credentials, quorums.answer)
+        scheme = "http" if credentials is None else "https"
+        self.address, self.close = f"{scheme}://{address_text(host, listener.port)}", listener.close
 
     close: Callable[[], None]
     """Stop it."""
-
-
-def nccl_group(timeout: timedelta) -> Any:
-    """A process group over NCCL, for tensors on GPUs. Operations end on streams, and `errored` waits for them.
-
-    An operation whose peers are silent for `timeout` ends, and so do all others; see torchft's `ProcessGroupNCCL`.
-
-    Raises:
-        ValueError: torchft is not installed.
-    """
-    groups: Any = _module("torchft.process_group")
-    os.environ.setdefault("TORCH_NCCL_NONBLOCKING_TIMEOUT", str(timeout.total_seconds()))
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")  # else PyTorch ends the process over a dead peer
-
-    class Group(groups.ProcessGroupNCCL):  # type: ignore[misc]
-        def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Any:
-            """Start sends and receives as one operation: they deadlock otherwise."""
-            device = next(iter((*sends.values(), *receives.values()))).device
-            with self._run_context():
-                self.parent._start_coalescing(device)
-                for peer, tensor in receives.items():
-                    self.parent.recv([tensor], peer, 0)
-                for peer, tensor in sends.items():
-                    self.parent.send([tensor], peer, 0)
-                return self._wrap_work(self.parent._end_coalescing(device), None)
-
-        def errored(self) -> Exception | None:
-            torch.cuda.synchronize()  # operations end on streams of their own
-            error: Exception | None = super().errored()
-            return error
-
-    return Group(timeout)
-
-
-def client_of(address: str, credentials: Credentials | None, seconds: float) -> Any:
-    """A client of the Lighthouse at this address, which must answer within so many seconds.
-
-    Raises:
-        ValueError: the address is of a Lighthouse with credentials, and this worker has none, or the other way round; or
-            torchft is not installed, which a Lighthouse without credentials needs.
-    """
-    require(
-        address.startswith("https://") == (credentials is not None),
-        f"the Lighthouse at {address} {'needs' if credentials is None else 'knows no'} credentials; see thinwire keys",
-    )
-    if credentials is not None:
-        return QuorumClient(address, credentials, seconds)
-    client = TorchftClient(address, seconds)
-    # torchft's client connects with it too, and would wait for a quorum in vain.
-    where = urlsplit(address)
-    require(
-        where.hostname is None or where.port is None or not speaks_tls(where.hostname, where.port, seconds),
-        f"the Lighthouse at {address} needs credentials; see thinwire keys",
-    )
-    return client
-
-
-class TorchftClient:
-    """torchft's client of the Lighthouse, made anew when the Lighthouse is silent, which looks up its name again.
-
-    torchft's own keeps a connection with a host that has fallen silent for 80 seconds, and lets a question wait on it for that
-    long.
-
-    Args:
-        address: of the Lighthouse, "http://host:port".
-        seconds: within which it must answer.
-
-    Raises:
-        Exception: of torchft's; it does not answer.
-    """
-
-    def __init__(self, address: str, seconds: float):
-        self._address = address
-        self._client, self._heard = self._connected(seconds), time.monotonic()
-
-    def heartbeat(self, id: str, timeout: timedelta) -> None:
-        """Say that this worker lives.
-
-        Raises:
-            Exception: of torchft's; there was no answer in time.
-        """
-        try:
-            self._client.heartbeat(id, timeout=timeout)
-            self._heard = time.monotonic()
-        except Exception:
-            if time.monotonic() - self._heard > SILENT_SECONDS:
-                self._client = self._connected(timeout.total_seconds())
-            raise
-
-    def leave(self, id: str, timeout: timedelta) -> None:
-        """Nothing: torchft's Lighthouse misses the heartbeats of a worker that leaves."""
-
-    def quorum(self, **question: Any) -> Any:
-        """Ask for a round, as torchft's client does; heartbeats, in another thread, tell whether the Lighthouse lives.
-
-        Raises:
-            ConnectionError: it was silent, and the next question goes over a new connection.
-            Exception: of torchft's; there was no quorum in time, or the Lighthouse has ended.
-        """
-        client, answer = self._client, Future[Any]()
-
-        def ask() -> None:
-            try:
-                with until_exit():
-                    answer.set_result(client.quorum(**question))
-            except Exception as error:
-                answer.set_exception(error)
-
-        # Nothing ends a question to a host that is silent, so its thread is left behind.
-        threading.Thread(target=ask, name="thinwire-quorum", daemon=True).start()
-        while not wait_for([answer], LOOK_SECONDS).done:
-            if self._client is not client:
-                raise ConnectionError("it was silent, and may have moved")
-        return answer.result()
-
-    def _connected(self, seconds: float) -> Any:
-        limit = timedelta(seconds=seconds)
-        return _module("torchft.coordination").LighthouseClient(self._address, connect_timeout=limit)
 
 
 @contextlib.contextmanager
@@ -239,19 +91,12 @@ class Asker:
     """Asks the Lighthouse for rounds, and sends it heartbeats while this worker makes progress.
 
     Args:
-        client: of the Lighthouse, see `client_of`; None in a process whose worker has another one that asks.
+        client: of the Lighthouse; None in a process whose worker has another one that asks.
         id: of this process.
-
-    Attributes:
-        is_partial: whether the last answer lacks workers because the Lighthouse has restarted, and has not heard of all yet.
     """
 
-    def __init__(self, client: Any, id: str):
+    def __init__(self, client: QuorumClient | None, id: str):
         self._client, self._id = client, id
-        self._since = time.monotonic()
-        self._workers: list[str] = []
-        self._number = 0
-        self.is_partial = False
         self._until = 0.0
         self._is_closed, self._wakened = False, threading.Event()
         self._thread = threading.Thread(target=self._beat, name="thinwire-heartbeat", daemon=True)
@@ -275,48 +120,32 @@ class Asker:
         """The claims of all workers that ask, once the Lighthouse has a quorum.
 
         Raises:
-            Exception: of torchft's; there was no quorum within so many seconds, or the Lighthouse restarts.
+            OSError: there was no quorum within so many seconds, or the Lighthouse restarts.
         """
+        assert self._client is not None, "this process asks"
         self.expect(seconds)
-        # The first time: if a run goes on and its Lighthouse has restarted, new workers must not begin another run before it
-        # has heard of the old ones. It waits for those.
-        time.sleep(max(self._since + RESTART_SECONDS - time.monotonic(), 0.0))
-        quorum = self._client.quorum(
-            replica_id=self._id,
-            timeout=timedelta(seconds=seconds),
-            # torchft asks for these too, and workers read nothing of them.
-            address="",
-            store_address=claim.store,
-            step=0,
-            world_size=1,
-            shrink_only=False,
-            data=claim.data(),
-        )
-        return self._claims(quorum)
-
-    def _claims(self, quorum: Any) -> list[Claim]:
-        workers = [member.replica_id for member in quorum.participants]
-        # Numbers of quorums grow with each change of workers, and begin again with the Lighthouse.
-        has_restarted = quorum.quorum_id < self._number + (workers != self._workers)
-        self.is_partial = has_restarted and not set(self._workers) <= set(workers)
-        self._workers, self._number = workers, quorum.quorum_id
-        read = {m.replica_id: read_claim(m.replica_id, m.store_address, m.data) for m in quorum.participants}
-        for worker, claim in read.items():
-            if claim is None:
-                log.warning("%r takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
-        return [claim for claim in read.values() if claim is not None]
+        return _claims(self._client.quorum(claim, seconds))
 
     def _beat(self) -> None:
-        limit = timedelta(seconds=HEARTBEAT_SECONDS)
+        assert self._client is not None, "this process asks"
         while not self._is_closed:
             self._wakened.wait(BEAT_SECONDS)
             self._wakened.clear()
             # A worker that is stuck in Python sends none, though this thread goes on.
             if time.monotonic() < self._until and not self._is_closed:
                 with contextlib.suppress(Exception), until_exit():  # the Lighthouse restarts
-                    self._client.heartbeat(self._id, timeout=limit)
+                    self._client.heartbeat(self._id, HEARTBEAT_SECONDS)
         with contextlib.suppress(Exception), until_exit():  # after the last heartbeat, which would bring it back
-            self._client.leave(self._id, timeout=limit)
+            self._client.leave(self._id, HEARTBEAT_SECONDS)
+
+
+def _claims(said: list[tuple[str, str, Any]]) -> list[Claim]:
+    """What workers say of themselves, without what cannot be true."""
+    claims = {worker: read_claim(worker, store, data) for worker, store, data in said}
+    for worker, claim in claims.items():
+        if claim is None:
+            log.warning("%r takes no part: what it says of itself cannot be true", worker[:MAX_TEXT])
+    return [claim for claim in claims.values() if claim is not None]
 
 
 class Missing(CommunicationError):
@@ -387,14 +216,3 @@ def _silence(store: str, limit: timedelta) -> str:
     except (OSError, OverflowError) as error:
         return f"{address_text(*place)}: {getattr(error, 'strerror', None) or error}"
     return ""
-
-
-def _module(name: str) -> ModuleType:
-    os.environ.setdefault("RUST_LOG", "error")
-    try:
-        return import_module(name)
-    except ImportError as error:
-        raise ValueError(
-            f"elastic runs need torchft, which cannot be imported ({error}); install the extra: "
-            "pip install '.[elastic]' in the folder of thinwire's sources"
-        ) from None

@@ -37,7 +37,7 @@ from ..handle import CommunicationError, Handle, nothing
 from ..ledger import Ledger, broadcast_tree
 from ..notice import START_SECONDS
 from ..numbered import Numbers, TaggedMessage
-from ..process_group import Group, ProcessGroupCommunicator
+from ..process_group import ProcessGroupCommunicator
 from ..reduction import Reduction, summing
 from ..store import gathering, host_of
 from ..sums import Route, Sums
@@ -56,61 +56,71 @@ LONG_SECONDS = 0.003
 
 
 class TcpCommunicator(Communicator):
-    """A communicator over the ranks of a process group, on connections of its own. It sends from main memory only.
+    """A communicator on connections of its own, between workers that meet. It sends from main memory only.
 
-    `from_store` connects workers that have no process group.
+    `over` connects the workers of another communicator, and `from_store` those that meet in a store.
 
     Args:
-        group: whose ranks to connect; None for all. The addresses and the run's secret travel over it, and nothing else.
-        timeout_seconds: how long an operation may wait without getting a byte from a worker, and how long a line may be cut.
-        interface: the network interface that reaches the other workers, such as eth0; None takes GLOO_SOCKET_IFNAME, or the
-            one that reaches MASTER_ADDR.
-        credentials: this worker's. Then all connections are encrypted, and only workers of the same run are connected; None
-            encrypts nothing, and connects all that know the run's secret.
+        meeting: of all workers. The addresses and the run's secret travel over it, and nothing else.
+        meeting_seconds: how long each operation may take while it connects.
 
     Attributes:
         limit_seconds: how long to wait for an operation, whatever comes meanwhile; it may be changed.
 
     Raises:
-        ValueError: torch.distributed is not initialised, this process is not in `group`, or the extension was not built.
+        ValueError: the extension was not built.
         CommunicationError: a worker could not be reached.
-
-    Example:
-        >>> import torch, torch.distributed as dist
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> with TcpCommunicator() as comm:
-        ...     comm.all_reduce(torch.ones(2)).wait()
-        tensor([1., 1.])
-        >>> dist.destroy_process_group()
     """
 
-    limit_seconds = math.inf
-
-    def __init__(
-        self,
-        group: Group | None = None,
-        timeout_seconds: float = 300.0,
-        *,
-        interface: str | None = None,
-        credentials: Credentials | None = None,
-    ):
-        meeting = ProcessGroupCommunicator(group, timeout_seconds)
-        with meeting:
-            self._meet(meeting, timeout_seconds, Place(*own_address(interface), credentials))
+    def __init__(self, meeting: Meeting, meeting_seconds: float = math.inf):
+        super().__init__(meeting.rank, meeting.size)
+        self.global_ranks, self.limit_seconds = meeting.global_ranks, meeting_seconds
+        self._meeting = meeting._replace(gather=self.gather_objects)  # for channels, which meet over this one
+        peers = [peer for peer in range(self.size) if peer != self.rank]
+        self._endpoint = Endpoint(meeting, peers)
+        self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
+        self._numbers, self._later = Numbers(self.size), Later()
+        self.route = Route(self.rank, self._connections.hosts)
+        self._sums = Sums(self.route, self._post, self._numbers, self._later)
+        self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
+        try:
+            self.barrier()  # all are connected
+            trips = [self.counts(peer).round_trip_seconds for peer in peers]
+            if self.all_true(max(trips, default=0.0) < LONG_SECONDS):
+                self.route.shard_bytes = SHARD_BYTES
+        except (CommunicationError, ValueError):
+            self.abandon()
+            raise
+        # What connecting took is no traffic of the run.
+        self.ledger, self.limit_seconds = Ledger(self.size), math.inf
 
     @classmethod
-    def met_over(
-        cls, meeting: ProcessGroupCommunicator, timeout_seconds: float, *, credentials: Credentials | None = None
+    def over(
+        cls, comm: ProcessGroupCommunicator, timeout_seconds: float = 300.0, *, credentials: Credentials | None = None
     ) -> TcpCommunicator:
-        """Connect the workers of another communicator, which all of them close afterwards; the arguments are as above."""
-        comm = cls.__new__(cls)
-        comm._meet(meeting, timeout_seconds, Place(*own_address(), credentials))
-        return comm
+        """Connect the workers of another communicator, which may be closed afterwards. All of them call it.
 
-    def _meet(self, meeting: ProcessGroupCommunicator, timeout_seconds: float, place: Place) -> None:
-        self._join(Meeting(meeting.rank, meeting.size, meeting.gather_objects, place, timeout_seconds))
-        self.global_ranks = meeting.global_ranks
-        meeting.barrier()  # all are connected
+        Args:
+            comm: where they meet.
+            timeout_seconds: how long an operation may wait without a byte from a worker, and how long a line may be cut.
+            credentials: this worker's. Then all connections are encrypted, and only workers of the same run are connected; None
+                encrypts nothing, and connects all that know the run's secret.
+
+        Raises:
+            ValueError, CommunicationError: as above.
+
+        Example:
+            >>> import torch, torch.distributed as dist
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> with ProcessGroupCommunicator() as meeting, TcpCommunicator.over(meeting) as comm:
+            ...     comm.all_reduce(torch.ones(2)).wait()
+            tensor([1., 1.])
+            >>> dist.destroy_process_group()
+        """
+        place = Place(*own_address(), credentials)
+        own = cls(Meeting(comm.rank, comm.size, comm.gather_objects, place, timeout_seconds, comm.global_ranks))
+        comm.barrier()  # all are connected
+        return own
 
     @classmethod
     def from_store(
@@ -135,7 +145,9 @@ class TcpCommunicator(Communicator):
             store: any store of torch.distributed that all workers reach.
             rank: this worker, 0..size-1.
             size: number of workers.
-            timeout_seconds, interface, credentials: as above; the host of a store stands in for MASTER_ADDR.
+            timeout_seconds, credentials: see `over`.
+            interface: the network interface that reaches the other workers, such as eth0; None takes GLOO_SOCKET_IFNAME, or the
+                one that reaches the host of the store, or MASTER_ADDR.
             meeting_seconds: how long to wait for the others at the start; None for `timeout_seconds`.
             listens: whether others can dial this worker. If not, it dials them.
             relay: HOST:PORT of a `Relay`, the same on all workers, which carries what goes between two workers that cannot
@@ -158,41 +170,11 @@ class TcpCommunicator(Communicator):
         gather, own = gathering(store, rank, size, limit), own_address(interface, host_of(store))
         at = None if relay is None else parse_address(relay)
         place = Place(*own, credentials, listens, at, min(limit, START_SECONDS))
-        comm = cls.__new__(cls)
-        # The limit of the meeting holds while it connects, and no longer.
-        comm.limit_seconds = limit
-        comm._join(Meeting(rank, size, gather, place, timeout_seconds))
-        comm.limit_seconds = math.inf
-        return comm
-
-    def _join(self, meeting: Meeting) -> None:
-        """Connect with all others."""
-        super().__init__(meeting.rank, meeting.size)
-        self._meeting = meeting._replace(gather=self.gather_objects)  # for channels, which meet over this one
-        peers = [peer for peer in range(self.size) if peer != self.rank]
-        self._endpoint = Endpoint(meeting, peers)
-        self._engine, self._connections = self._endpoint.engine, self._endpoint.connections
-        self._numbers, self._later = Numbers(self.size), Later()
-        self.route = Route(self.rank, self._connections.hosts)
-        self._sums = Sums(self.route, self._post, self._numbers, self._later)
-        self._tagged = Tagged(peers, self._endpoint, self._wait, meeting.timeout_seconds)
-        try:
-            self.barrier()  # all are connected
-            trips = [self.counts(peer).round_trip_seconds for peer in peers]
-            if self.all_true(max(trips, default=0.0) < LONG_SECONDS):
-                self.route.shard_bytes = SHARD_BYTES
-        except (CommunicationError, ValueError):
-            self.abandon()
-            raise
-        # What connecting took is no traffic of the run.
-        self.ledger = Ledger(self.size)
+        return cls(Meeting(rank, size, gather, place, timeout_seconds), limit)
 
     def another(self) -> TcpCommunicator:
         """A second communicator of the same workers, which meet over this one. All of them call it."""
-        comm = type(self).__new__(type(self))
-        comm.global_ranks = self.global_ranks
-        comm._join(self._meeting)
-        return comm
+        return TcpCommunicator(self._meeting)
 
     def reordered(self, order: Sequence[int]) -> TcpCommunicator:
         if self._meeting.place.credentials is not None:
@@ -202,10 +184,8 @@ class TcpCommunicator(Communicator):
             told = self.gather_objects(own)
             return [told[rank] for rank in order]
 
-        comm = type(self).__new__(type(self))
-        comm.global_ranks = [self.global_ranks[rank] for rank in order] if self.global_ranks else ()
-        comm._join(self._meeting._replace(rank=order.index(self.rank), gather=gather))
-        return comm
+        ranks = [self.global_ranks[rank] for rank in order] if self.global_ranks else ()
+        return TcpCommunicator(self._meeting._replace(rank=order.index(self.rank), gather=gather, global_ranks=ranks))
 
     def counts(self, peer: int) -> Counts:
         """What the connections with `peer` are and have done: `connections`, `round_trip_seconds`, `hedged`, ..."""
@@ -266,11 +246,7 @@ class TcpCommunicator(Communicator):
         """
         self._check_tagged("receive", tensor, peer, tag)
         source = [] if peer is None else [peer]
-        start: Start = (
-            partial(self._tagged.start_receive_any, as_bytes(tensor), tag, source)
-            if peer is None
-            else partial(self._tagged.start_receive, as_bytes(tensor), peer, tag)
-        )
+        start = partial(self._tagged.start_receive, as_bytes(tensor), tag, source)
         handle = self._submit("receive", [tensor], start, source, (1, 1, check.num_bytes(tensor) + 1))
         return Handle(lambda: handle.wait()[0])
 

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
-from ..notice import Flood, said_if_late
+from ..notice import Flood
 from ..sockets import FULL, SMALL_PACKET, callers, dial_small, end, talk_beside
 from ..tls import relay
 from ..tls.connections import Refused
@@ -120,16 +120,10 @@ class Connections:
         CommunicationError: the relay cannot be reached.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        peers: Sequence[int],
-        timeout_seconds: float,
-        place: Place,
-    ):
+    def __init__(self, rank: int, peers: Sequence[int], timeout_seconds: float, place: Place):
         self.identity = None if place.credentials is None else WorkerIdentity(place.credentials)
         self._rank, self._peers, self._timeout = rank, peers, timeout_seconds
-        seen_as = "" if place.relay is None else self._seen_by(place.relay, place.relay_seconds)
+        seen_as = "" if place.relay is None else relay.seen_at(place.relay, place.relay_seconds, f"rank {rank}")
         self._relay = place.relay
         if place.listens:
             self._listener = socket.create_server((place.host, 0), family=place.family, backlog=1024)
@@ -202,13 +196,6 @@ class Connections:
         if self._reaches(peer) == self._is_reached_by(peer):
             return peer < self._rank
         return self._reaches(peer)
-
-    def _seen_by(self, relay_address: tuple[str, int], seconds: float) -> str:
-        try:
-            with said_if_late(f"rank {self._rank} waits for the relay at {address_text(*relay_address)}"):
-                return relay.own_address_at(relay_address, seconds)
-        except OSError as error:
-            raise CommunicationError(f"rank {self._rank}: {error}") from error
 
     @property
     def packet_bytes(self) -> int:

@@ -45,6 +45,8 @@ class Meeting(NamedTuple):
     """Of this worker."""
     timeout_seconds: float
     """How long a peer may be silent, and how long a line may be cut."""
+    global_ranks: Sequence[int] = ()
+    """As of a communicator."""
 
 
 def is_available() -> bool:
@@ -78,7 +80,7 @@ class Endpoint:
         from ._engine import Engine
 
         _end_threads_at_exit()
-        rank, size, gather, place, self._timeout = meeting
+        rank, size, gather, place, self._timeout, _ = meeting
         self.connections = Connections(rank, peers, self._timeout, place)
         self.engine = Engine(rank, size, self._timeout, is_channel)
         self._rank, self._peers = rank, peers

@@ -75,14 +75,12 @@ class Tagged:
         # The receiver may ask much later, so this waits in a thread of its own, which ends after the call.
         return Background("thinwire-send").submit(when_asked).wait
 
-    def start_receive(self, memory: Tensor, peer: int, tag: int) -> Callable[[], None]:
-        """Receive exactly so many bytes from a peer; returns a function that waits for them."""
-        with self._lock:
-            operation = self._receive(memory, peer, tag)
-        return lambda: self._wait(operation)
-
-    def start_receive_any(self, memory: Tensor, tag: int, source: list[int]) -> Callable[[], Any]:
-        """Receive from the first peer that sends; `source` gets its rank."""
+    def start_receive(self, memory: Tensor, tag: int, source: list[int]) -> Callable[[], Any]:
+        """Receive exactly so many bytes from the peer in `source`, or from the first that sends: then it gets its rank."""
+        if source:
+            with self._lock:
+                operation = self._receive(memory, source[0], tag)
+            return lambda: self._wait(operation)
         waiting = self._any.setdefault(tag, Background("thinwire-any"))
 
         def receive() -> None:

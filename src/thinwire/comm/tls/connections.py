@@ -55,6 +55,7 @@ MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
 MAX_CONNECTIONS = 4096
 HANDSHAKE_SECONDS = 10.0
+PROBE_SECONDS = 2.0  # to find out whether a listener has credentials
 RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
 SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not acknowledge
 ACCEPTED = b"\x01"
@@ -315,22 +316,27 @@ def connect_tls(host: str, port: int, context: ssl.SSLContext | None, seconds: f
         (connection or raw).close()
         if isinstance(error, ssl.SSLCertVerificationError):
             raise Refused(f"{where} is refused: {WRONG.get(error.verify_code, error.verify_message)}") from None
-        if isinstance(error, ssl.SSLError) and error.reason == "WRONG_VERSION_NUMBER":
+        is_plain = isinstance(error, ssl.SSLEOFError) and is_encrypted(host, port) is False
+        if is_plain or getattr(error, "reason", None) == "WRONG_VERSION_NUMBER":
             raise Refused(f"{where} does not speak TLS, so it knows no credentials") from None
         if isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or ""):
             raise Refused(f"{where} refuses this worker: {_alert(error.reason)}") from None
         raise
 
 
-def speaks_tls(host: str, port: int, seconds: float) -> bool:
-    """Whether a listener speaks TLS, whatever its certificate."""
+def is_encrypted(host: str, port: int) -> bool | None:
+    """Whether a listener of ours has credentials; None if there is none, or if it does not say so in time."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
     try:
-        with dial_small(host, port, seconds) as raw, context.wrap_socket(raw):
-            return True
+        with dial_small(host, port, PROBE_SECONDS) as raw:
+            with contextlib.suppress(TimeoutError):  # with credentials it does not speak first
+                if raw.recv(1) == ACCEPTED:
+                    return False
+            with context.wrap_socket(raw):
+                return True
     except OSError:
-        return False
+        return None
 
 
 def _alert(reason: str) -> str:

@@ -29,7 +29,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from ..addresses import address_text, parse_address
-from ..notice import Flood
+from ..handle import CommunicationError
+from ..notice import Flood, said_if_late
 from ..sockets import be_patient, dial_small, end, keep_trying, read_exactly
 
 MAGIC = b"thinwire"
@@ -401,3 +402,16 @@ def own_address_at(relay: tuple[str, int], seconds: float = 10.0) -> str:
         except ConnectionResetError:
             raise ConnectionError(f"no relay listens at {address_text(*relay)}") from None
     return said.decode("ascii", "replace").strip()
+
+
+def seen_at(relay: tuple[str, int], seconds: float, who: str) -> str:
+    """`own_address_at` for a worker, which says what it waits for.
+
+    Raises:
+        CommunicationError: the relay cannot be reached, or is none.
+    """
+    try:
+        with said_if_late(f"{who} waits for the relay at {address_text(*relay)}"):
+            return own_address_at(relay, seconds)
+    except OSError as error:
+        raise CommunicationError(f"{who}: {error}") from error

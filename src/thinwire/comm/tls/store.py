@@ -65,14 +65,13 @@ class TlsStore(dist.Store):
         if self._table is not None:
             listener = Listener(address, port, credentials, self._table.answer, max_bytes=MAX_FRAME_BYTES)
             self.port, self._hang_up = listener.port, listener.close
-            _open.add(self)
-            return
-        self._client = Client(address, port, credentials)
-        self.port, self._hang_up = port, self._client.close
-        try:
-            self._client.connect(timeout.total_seconds())
-        except OSError as error:
-            raise self._silence(error) from error
+        else:
+            self._client = Client(address, port, credentials)
+            self.port, self._hang_up = port, self._client.close
+            try:
+                self._client.connect(timeout.total_seconds())
+            except OSError as error:
+                raise self._silence(error) from error
         _open.add(self)
 
     def close(self) -> None:

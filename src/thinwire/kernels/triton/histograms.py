@@ -79,16 +79,11 @@ def _plan(
     programs = [min(PROGRAMS, n) for n in tiles]
     groups = tiles_of(tiles, GROUP)
     rows = [addresses[0], numels, counts, at, starts(rooms)[:-1], rooms, starts(tiles)[:-1], programs]
-
-    def launches(units: list[int]) -> Launch:
-        ends = starts(units)
-        return Launch(uploaded(device, [ends[:-1], *rows]), ends[-1], 1)
-
     return _Plan(
         ranks=uploaded(device, ranks),
         collecting=plan_launches(device, rows, tiles, numels, *addresses),
-        counting=launches(programs),
-        choosing=launches(groups),
+        counting=Launch.of(device, programs, rows),
+        choosing=Launch.of(device, groups, rows),
         first_group=uploaded(device, starts(groups)),
         num_tiles=sum(tiles),
         num_slots=sum(rooms),

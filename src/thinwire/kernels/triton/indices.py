@@ -21,7 +21,7 @@ from ..indices import code_bits, low_bits, nbytes
 from .device import find_segment
 from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
-from .launch import kept, launch, starts, tiles_of
+from .launch import Launch, kept, launch, starts, tiles_of
 
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
@@ -29,45 +29,44 @@ CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(F
 
 @family._encode.runs_on("triton")
 def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -> None:
-    rows, num_tiles = _encoder_rows(out.device, tuple(counts), tuple(numels))
+    plan = _plan_encoder(out.device, tuple(counts), tuple(numels))
     faults = faults_of(out.device)
     steps = max(counts, default=0).bit_length()
-    launch(_encode, num_tiles, out.device, rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
+    launch(_encode, plan.num_tiles, out.device, plan.rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
     raise_on_cpu(faults)
 
 
 @family._decode.runs_on("triton")
 def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     device = payload.device
-    rows, first, num_tiles = _decoder_rows(device, tuple(counts), tuple(numels))
+    plan, first = _plan_decoder(device, tuple(counts), tuple(numels))
     # Zeros, because a corrupt payload leaves some of them unwritten.
     indices = torch.zeros(sum(counts), dtype=torch.int32, device=device)
-    before = torch.empty(num_tiles, dtype=torch.int32, device=device)
+    before = torch.empty(plan.num_tiles, dtype=torch.int32, device=device)
     totals = torch.empty(len(counts), dtype=torch.int32, device=device)
     faults = faults_of(device)
-    launch(_count_ones, num_tiles, device, rows, payload, before, len(counts), BYTES=BYTES)
+    launch(_count_ones, plan.num_tiles, device, plan.rows, payload, before, len(counts), BYTES=BYTES)
     launch(scan, len(counts), device, first, before, totals, len(counts), ROWS=1, BLOCK=SCAN_BLOCK)
-    arguments = (rows, payload, before, totals, indices, faults, len(counts))
-    launch(_decode, num_tiles, device, *arguments, BYTES=BYTES)
+    arguments = (plan.rows, payload, before, totals, indices, faults, len(counts))
+    launch(_decode, plan.num_tiles, device, *arguments, BYTES=BYTES)
     raise_on_cpu(faults)
     return indices
 
 
 @kept
-def _encoder_rows(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Tensor, int]:
-    """The encoder's table, and its number of tiles."""
+def _plan_encoder(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> Launch:
     layout, sizes, _ = _layout(counts, numels)
     # A code has a bit for every index at least. Where all are there, it has none, and programs only check the indices.
-    first_tile = starts(tiles_of([max(size, -(-k // 8)) for size, k in zip(sizes, counts, strict=True)], BYTES))
-    return uploaded(device, [first_tile[:-1], *layout]), first_tile[-1]
+    num_bytes = [max(size, -(-k // 8)) for size, k in zip(sizes, counts, strict=True)]
+    return Launch.of(device, tiles_of(num_bytes, BYTES), layout)
 
 
 @kept
-def _decoder_rows(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Tensor, Tensor, int]:
-    """The decoder's table, the first tile of each segment with the end of the last, and the number of tiles."""
+def _plan_decoder(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Launch, Tensor]:
+    """The decoder's launch, and the first tile of each segment with the end of the last."""
     layout, _, high = _layout(counts, numels)
-    first_tile = starts(tiles_of(high, 8 * BYTES))
-    return uploaded(device, [first_tile[:-1], *layout]), uploaded(device, first_tile), first_tile[-1]
+    tiles = tiles_of(high, 8 * BYTES)
+    return Launch.of(device, tiles, layout), uploaded(device, starts(tiles))
 
 
 def _layout(counts: Sequence[int], numels: Sequence[int]) -> tuple[list[Sequence[int]], list[int], list[int]]:

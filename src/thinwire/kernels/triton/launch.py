@@ -128,7 +128,13 @@ class Launch:
 
     rows: Tensor
     num_tiles: int
-    vector: int
+    vector: int = 1
+
+    @classmethod
+    def of(cls, device: torch.device, tiles: Sequence[int], rows: Sequence[Sequence[int]], vector: int = 1) -> Launch:
+        """The launch for so many tiles of each segment; `rows` follow that of first tiles in its table."""
+        first_tile = starts(tiles)
+        return cls(uploaded(device, [first_tile[:-1], *rows]), first_tile[-1], vector)
 
 
 def plan_launches(
@@ -149,11 +155,8 @@ def plan_launches(
         addresses: of each, in one or more buffers; 0 for none.
         codes: where the codes of each begin in a payload, in bytes; None where there are none.
     """
-    launches = []
-    for vector, tiles in by_alignment(num_tiles, numels, *addresses, codes=codes):
-        first_tile = starts(tiles)
-        launches.append(Launch(uploaded(device, [first_tile[:-1], *rows]), first_tile[-1], vector))
-    return launches
+    found = by_alignment(num_tiles, numels, *addresses, codes=codes)
+    return [Launch.of(device, tiles, rows, vector) for vector, tiles in found]
 
 
 def by_alignment(

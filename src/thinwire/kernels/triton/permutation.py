@@ -5,8 +5,6 @@ A mark is a bit of a 32-bit word. Programs set bits with atomics, whose order do
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -18,7 +16,7 @@ from ..permutation import num_bits
 from ..random import keys_on
 from .device import find_segment
 from .fields import SCAN_BLOCK, scan
-from .launch import kept, launch, starts, tiles_of
+from .launch import Launch, kept, launch, starts, tiles_of
 
 LANES = tl.constexpr(128)  # one for each thread
 ITEMS = 16  # that a thread permutes
@@ -30,7 +28,7 @@ MARKS_TILE = 32 * WORDS
 @family._random_indices.runs_on("triton")
 def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int], device: torch.device) -> Tensor:
     num = len(counts)
-    choosing, keeping = _plan(device, tuple(counts), tuple(numels))
+    choosing, keeping, first = _plan(device, tuple(counts), tuple(numels))
     key_table = keys if isinstance(keys, Tensor) else keys_on(keys, device)
     marks = torch.zeros(sum(tiles_of(numels, 32)), dtype=torch.int32, device=device)
     before = torch.empty(keeping.num_tiles, dtype=torch.int32, device=device)
@@ -38,33 +36,21 @@ def random_indices(keys: list[int] | Tensor, counts: list[int], numels: list[int
     indices = torch.empty(sum(counts), dtype=torch.int32, device=device)
     launch(_mark, choosing.num_tiles, device, choosing.rows, key_table, marks, num, ITEMS=ITEMS)
     launch(_count_marks, keeping.num_tiles, device, keeping.rows, marks, before, num, WORDS=WORDS)
-    launch(scan, num, device, keeping.first, before, totals, num, ROWS=1, BLOCK=SCAN_BLOCK)
+    launch(scan, num, device, first, before, totals, num, ROWS=1, BLOCK=SCAN_BLOCK)
     launch(_write_marks, keeping.num_tiles, device, keeping.rows, marks, before, indices, num, WORDS=WORDS)
     return indices
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """A table, its number of tiles, and the first tile of each segment with the end of the last."""
-
-    rows: Tensor
-    num_tiles: int
-    first: Tensor
-
-
 @kept
-def _plan(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[_Tiles, _Tiles]:
-    """What marks the chosen elements, and what keeps the marked ones, or the others."""
+def _plan(device: torch.device, counts: tuple[int, ...], numels: tuple[int, ...]) -> tuple[Launch, Launch, Tensor]:
+    """What marks the chosen elements, what keeps the marked ones, or the others, and the first tiles of the latter."""
     excludes = [int(2 * k > n) for k, n in zip(counts, numels, strict=True)]  # then fewer are left out than kept
     chosen = [n - k if left_out else k for k, n, left_out in zip(counts, numels, excludes, strict=True)]
     bits = [num_bits(n) for n in numels]
     rows = [numels, chosen, bits, starts(tiles_of(numels, 32))[:-1], excludes, starts(counts)[:-1]]
-    both = []
-    for tiles in (tiles_of(chosen, TILE), tiles_of(numels, MARKS_TILE)):
-        first_tile = starts(tiles)
-        table = uploaded(device, [first_tile[:-1], *rows])
-        both.append(_Tiles(table, first_tile[-1], uploaded(device, first_tile)))
-    return both[0], both[1]
+    tiles = tiles_of(numels, MARKS_TILE)
+    marking, keeping = Launch.of(device, tiles_of(chosen, TILE), rows), Launch.of(device, tiles, rows)
+    return marking, keeping, uploaded(device, starts(tiles))
 
 
 @triton.jit

@@ -14,13 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...streams import uploaded
 from .. import scatter as family
 from ..checks import numels_of
 from ..flags import Fault, Flag, flag_of
 from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
-from .launch import kept, launch, pointers, starts, tiles_of
+from .launch import Launch, kept, launch, pointers, starts, tiles_of
 
 TILE = 1024
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
@@ -73,20 +72,16 @@ def _start(
     flag: Tensor | None = None,
 ) -> None:
     device = indices.device
-    rows, num_tiles = _plan(device, tuple(numels_of(outs)), pointers(outs), tuple(counts))
+    plan = _plan(device, tuple(numels_of(outs)), pointers(outs), tuple(counts))
     faults = faults_of(device)
-    arguments = (rows, indices, values, faults, flag, len(outs), weight)
-    launch(_scatter, num_tiles, device, *arguments, ACTION=action, TILE=TILE)
+    arguments = (plan.rows, indices, values, faults, flag, len(outs), weight)
+    launch(_scatter, plan.num_tiles, device, *arguments, ACTION=action, TILE=TILE)
     raise_on_cpu(faults)
 
 
 @kept
-def _plan(
-    device: torch.device, numels: tuple[int, ...], addresses: tuple[int, ...], counts: tuple[int, ...]
-) -> tuple[Tensor, int]:
-    """The table, and the number of tiles."""
-    first_tile = starts(tiles_of(counts, TILE))
-    return uploaded(device, [first_tile[:-1], addresses, numels, counts, starts(counts)[:-1]]), first_tile[-1]
+def _plan(device: torch.device, numels: tuple[int, ...], addresses: tuple[int, ...], counts: tuple[int, ...]) -> Launch:
+    return Launch.of(device, tiles_of(counts, TILE), [addresses, numels, counts, starts(counts)[:-1]])
 
 
 @triton.jit(do_not_specialize=["num_segments"])

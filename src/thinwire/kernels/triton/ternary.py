@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...streams import uploaded
 from .. import ternary as family
 from ..checks import MAX_SEGMENT_NUMEL, num_buckets, numels_of
 from ..flags import Flag
@@ -100,10 +99,9 @@ def _plan(
     code_bytes = [ternary.nbytes([n]) for n in numels]
     num_tiles = tiles_of(code_bytes, TILE_WORDS * (1 if ternary.base == 3 else 4))
     num_scales = [num_buckets([n], ternary.size) for n in numels]
-    first_tile = starts(num_tiles)
-    rows = [first_tile[:-1], addresses, residuals, numels, starts(num_scales)[:-1], starts(code_bytes)[:-1]]
+    rows = [addresses, residuals, numels, starts(num_scales)[:-1], starts(code_bytes)[:-1]]
     # Digits of a block are as far apart as the block is wide, so no elements are read together.
-    return [Launch(uploaded(device, rows), first_tile[-1], vector=1)]
+    return [Launch.of(device, num_tiles, rows)]
 
 
 def _constants(ternary: Ternary) -> dict[str, Any]:

@@ -24,14 +24,12 @@ class TileRows:
 
     @classmethod
     def of_elements(cls, bucket_size: int) -> TileRows:
-        """Tiles for element-wise work: a row is a bucket if it can be, so that one scale serves it."""
-        return cls.of_buckets(bucket_size) or cls(TILE // 4, TILE // 4, 4)
+        """Tiles for element-wise work: a row is a bucket if it can be, so that one scale serves it.
 
-    @classmethod
-    def of_buckets(cls, bucket_size: int) -> TileRows | None:
-        """Tiles with a bucket in each row; None if a bucket is too large or its codes may share a byte with the next."""
+        It cannot be if it is too large, or its codes may share a byte with the next.
+        """
         if bucket_size % 8 or bucket_size > MAX_BUCKET:
-            return None
+            return cls(TILE // 4, TILE // 4, 4)
         width = 1 << (bucket_size - 1).bit_length()
         return cls(bucket_size, width, max(1, TILE // width))
 

@@ -10,35 +10,34 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...streams import uploaded
 from .. import words as family
 from .device import find_segment
 from .fields import load_field
-from .launch import kept, launch, starts, tiles_of
+from .launch import Launch, kept, launch, starts, tiles_of
 
 TILE = 256
 
 
 @family._encode.runs_on("triton")
 def encode(words: Tensor, counts: list[int], bits: int, out: Tensor) -> None:
-    rows, num_tiles = _plan(out.device, tuple(counts), bits, "bytes")
-    launch(_encode, num_tiles, out.device, rows, words, out, len(counts), bits, TILE=TILE)
+    plan = _plan(out.device, tuple(counts), bits, "bytes")
+    launch(_encode, plan.num_tiles, out.device, plan.rows, words, out, len(counts), bits, TILE=TILE)
 
 
 @family._decode.runs_on("triton")
 def decode(payload: Tensor, counts: list[int], bits: int) -> Tensor:
     words = torch.empty(sum(counts), dtype=torch.int32, device=payload.device)
-    rows, num_tiles = _plan(payload.device, tuple(counts), bits, "words")
-    launch(_decode, num_tiles, payload.device, rows, payload, words, len(counts), bits, TILE=TILE)
+    plan = _plan(payload.device, tuple(counts), bits, "words")
+    launch(_decode, plan.num_tiles, payload.device, plan.rows, payload, words, len(counts), bits, TILE=TILE)
     return words
 
 
 @kept
-def _plan(device: torch.device, counts: tuple[int, ...], bits: int, tiles: str) -> tuple[Tensor, int]:
-    """The table, and the number of tiles of bytes, or of words: first tile, words, first word, first byte of each segment."""
+def _plan(device: torch.device, counts: tuple[int, ...], bits: int, tiles: str) -> Launch:
+    """For tiles of bytes, or of words. The rows: first tile, words, first word, first byte of each segment."""
     sizes = [family.nbytes(count, bits) for count in counts]
-    first_tile = starts(tiles_of(sizes if tiles == "bytes" else counts, TILE))
-    return uploaded(device, [first_tile[:-1], counts, starts(counts)[:-1], starts(sizes)[:-1]]), first_tile[-1]
+    tiles_of_each = tiles_of(sizes if tiles == "bytes" else counts, TILE)
+    return Launch.of(device, tiles_of_each, [counts, starts(counts)[:-1], starts(sizes)[:-1]])
 
 
 @triton.jit

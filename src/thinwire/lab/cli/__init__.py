@@ -8,6 +8,7 @@ Train over slow networks: workers agree while sending as few bytes as possible.
   report RUNS     make tables, figures and an HTML page from finished runs
   watch RUN       show what a run is doing, in the terminal or as a live page
   keys            make the keys of an encrypted run between machines, and let machines join it
+  lighthouse      name the workers of each round of an elastic run
   relay           forward between machines of a run that can only dial out
   demo            compare dense and compressed training: four runs, one figure
   plan            predict a training step of each method on a network
@@ -42,6 +43,7 @@ from .demo import demo_command
 from .doctor import doctor_command
 from .extras import EXTRAS, advice, missing_packages
 from .keys import keys_command
+from .lighthouse import lighthouse_command
 from .names import list_command
 from .new_method import new_method_command
 from .options import fail, named
@@ -115,6 +117,7 @@ COMMANDS = {
     "report": report_command,
     "watch": watch_command,
     "keys": keys_command,
+    "lighthouse": lighthouse_command,
     "relay": relay_command,
     "plan": plan_command,
     "doctor": doctor_command,

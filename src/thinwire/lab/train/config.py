@@ -114,7 +114,7 @@ class RunConfig:
     """Experiment of MLflow that also gets the rows; needs its package, and MLFLOW_TRACKING_URI."""
 
     elastic: bool = False
-    """Let workers come, go and die within the run; needs the extra `elastic`. A worker that is killed is started again."""
+    """Let workers come, go and die within the run. A worker that is killed is started again."""
     min_workers: int = _whole(2)
     """With elastic: fewer workers wait for others."""
     lighthouse: str | None = None
@@ -134,8 +134,8 @@ class RunConfig:
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     transport: Transport = "auto"
     """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") for
-    tensors in main memory between machines; else, and with elastic, Gloo. With elastic, "nccl" is experimental: it has never
-    run on a GPU. "mpi" needs a PyTorch that was built with MPI; the others work under mpirun too."""
+    tensors in main memory between machines; else, and with elastic, Gloo. "mpi" needs a PyTorch that was built with MPI; the
+    others work under mpirun too."""
     measure_lines: bool = False
     """Measure the lines between workers first, about ten seconds, and lay out the averaging by them: the order of ranks, sites
     for hierarchical exchanges, and unequal shares of scatter_reduce. The run's folder keeps the layout for --resume."""
@@ -216,7 +216,7 @@ class RunConfig:
             "split": self.split != "even",
             "measure_lines": self.measure_lines,
             "data.in_order": bool(getattr(self.data, "in_order", False)),
-            f"transport {self.transport}": self.transport in ("mpi", "tcp"),
+            f"transport {self.transport}": self.transport in ("mpi", "tcp", "nccl"),
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(

@@ -25,7 +25,6 @@ from thinwire.lab.train.run import loop
 from thinwire.lab.train.run.interrupt import Interruption
 from thinwire.lab.train.run.state import RunState
 from thinwire.lab.train.run.workers import shared_settings
-from thinwire.lab.train.start.lighthouse import communicator
 
 NUM_BLOCKS = 1258 // 32  # of the digits in batches
 
@@ -163,8 +162,8 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
         RunConfig("digits", "Asynchronous()", elastic=True).parsed_strategy()
     with pytest.raises(ValueError, match="leave out transport mpi"):
         RunConfig("digits", elastic=True, transport="mpi")
-    with pytest.raises(ValueError, match="worker 1 has none; choose --transport gloo"):
-        communicator(RunConfig("digits", elastic=True, transport="nccl", device="cpu"), "http://127.0.0.1:1", 1, 2)
+    with pytest.raises(ValueError, match="leave out transport nccl"):
+        RunConfig("digits", elastic=True, transport="nccl")
 
 
 def test_an_interface_is_for_elastic_runs_too(tmp_path):

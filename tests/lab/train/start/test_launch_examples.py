@@ -49,7 +49,7 @@ def test_the_dockerfile_is_one_by_hadolint():
     done = subprocess.run([linter, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout) == (0, "")
     copied = re.findall(r"pip install .*\[(.*)\]", (LAUNCH / "Dockerfile").read_text())
-    assert copied == ["train,elastic,secure"]
+    assert copied == ["train,secure"]
 
 
 def test_the_jobset_is_one_by_kubeflows_models_of_it():

@@ -65,7 +65,7 @@ def join_elastic(
             with (
                 Interruption(early_end(environment, on_stop, folder / "checkpoints")) as interruption,
                 _lighthouse(config, environment) as address,
-                communicator(config, address, environment.rank, environment.local_size) as comm,
+                communicator(config, address, environment.rank) as comm,
             ):
                 loop.run(config, folder, comm, interruption, callbacks, is_restart=environment.rank > 0)
         except Interrupted as stop:

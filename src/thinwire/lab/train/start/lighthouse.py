@@ -14,7 +14,7 @@ from ....comm import ElasticCommunicator, Lighthouse
 from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
-from .connect import credentials_of, has_own_gpu, warn_if_open
+from .connect import credentials_of, warn_if_open
 from .environment import LOOPBACK
 
 log = logging.getLogger("thinwire")
@@ -53,29 +53,20 @@ def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
         lighthouse.close()
 
 
-def communicator(
-    config: RunConfig, lighthouse: str, number: int, local_size: int, is_late: bool = False
-) -> ElasticCommunicator:
+def communicator(config: RunConfig, lighthouse: str, number: int, is_late: bool = False) -> ElasticCommunicator:
     """The communicator of one worker of a run.
 
     Args:
         config: of the run.
         lighthouse: address of the Lighthouse.
         number: of the worker.
-        local_size: number of workers on this machine.
         is_late: whether the worker replaces one that died.
 
     Raises:
-        SharedError: NCCL was asked for, and workers have no GPU of their own.
+        SharedError: there is no such device, or the credentials cannot be used.
     """
-    logging.getLogger("torchft").setLevel(logging.CRITICAL)  # what it has to say, errors say too
     with same_error_on_all():
         device = choose_device(config)
-        require(
-            config.transport != "nccl" or has_own_gpu(device, local_size),
-            f"transport 'nccl' needs a GPU of its own for every worker, and worker {number} has none; choose "
-            "--transport gloo, or fewer workers",
-        )
         credentials = credentials_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -86,7 +77,6 @@ def communicator(
         config.min_workers,
         config.timeout,
         quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
-        backend="nccl" if config.transport == "nccl" else "gloo",
         is_late=is_late,
         credentials=credentials,
         check_every=config.check_every,

@@ -35,8 +35,8 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
     """Start the workers and wait for the end of the run.
 
     Raises:
-        ValueError: the port is taken, torchft is not installed (then no worker was started), the credentials have expired when
-            a worker is started again, or all workers found the same user error.
+        ValueError: the port is taken, the credentials have expired when a worker is started again, or all workers found the
+            same user error.
         WorkerError: a worker failed; all others have been stopped. In an elastic run: or it was killed too often.
         Interrupted: a signal stopped the run.
     """

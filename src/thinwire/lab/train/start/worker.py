@@ -74,7 +74,7 @@ def work(
             else:
                 with same_error_on_all():
                     choose_interface(config.interface, one_node=host == LOOPBACK)
-                with communicator(config, lighthouse, number, config.workers, is_late=is_restart) as comm:
+                with communicator(config, lighthouse, number, is_late=is_restart) as comm:
                     loop.run(config, folder, comm, interruption, callbacks, is_restart)
             store.set(f"finished/{number}", "")
     except Interrupted as stop:
@@ -91,7 +91,7 @@ def work(
             report_failure(store, folder, number, error)
         os._exit(1)  # at once: a normal exit would wait for threads that wait for other workers
     if lighthouse is not None:
-        os._exit(0)  # at once: torchft's threads wait for others
+        os._exit(0)  # at once: threads wait for others
 
 
 def report_failure(store: Store | None, folder: Path, number: int, error: Exception) -> None:
