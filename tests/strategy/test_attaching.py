@@ -14,6 +14,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel.distributed import _MixedPrecision
 
 import thinwire as tw
 
@@ -301,8 +302,12 @@ def attached_again_worker(comm):
         tw.compress_gradients(ddp, SPARSE)
     hooked = DistributedDataParallel(nn.Linear(2, 2))
     hooked.register_comm_hook(None, fp16_compress_hook)
-    with pytest.raises(ValueError, match="has a communication hook of yours already; wrap the module in DDP anew"):
-        tw.compress_gradients(hooked, SPARSE)
+    mixed = DistributedDataParallel(nn.Linear(2, 2), mixed_precision=_MixedPrecision(torch.bfloat16))
+    for one in (hooked, mixed):
+        with pytest.raises(
+            ValueError, match="has a communication hook already, yours or that of its mixed_precision; wrap"
+        ):
+            tw.compress_gradients(one, SPARSE)
 
 
 def test_a_ddp_takes_another_strategy_after_one_was_detached_but_no_hook_beside_ones_own():

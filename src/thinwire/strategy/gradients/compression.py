@@ -183,8 +183,8 @@ class GradientCompression(AveragerAttachment):
                 ddp.register_comm_hook(user, ddp_hook)
             except RuntimeError as error:
                 raise ValueError(
-                    f"{self.call}: this DistributedDataParallel has a communication hook of yours already; wrap the module "
-                    "in DDP anew"
+                    f"{self.call}: this DistributedDataParallel has a communication hook already, yours or that of its "
+                    "mixed_precision; wrap the module in DDP anew, without it (torch.autocast needs none)"
                 ) from error
             _users[ddp] = user
 
