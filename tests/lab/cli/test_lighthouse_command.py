@@ -21,6 +21,14 @@ def test_workers_find_it_at_the_address_that_it_prints(tmp_path, has_keys):
         assert address.startswith("https:" if has_keys else "http:")
 
 
-def test_an_address_that_cannot_be_is_an_error():
-    with pytest.raises(ValueError, match="expected HOST:PORT, .*got 'nowhere'"):
-        lighthouse_command(["--bind", "nowhere"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--bind", "nowhere"], "expected HOST:PORT, .*got 'nowhere'"),
+        (["--bind", "127.0.0.1:0", "--min-workers", "0"], "min_workers must be an integer, 1 or more, got 0"),
+        (["--credentials", "nowhere"], "nowhere has no certificate.pem; make keys with: thinwire keys new"),
+    ],
+)
+def test_a_mistake_is_an_error_before_it_listens(options, message):
+    with pytest.raises(ValueError, match=message):
+        lighthouse_command(options)

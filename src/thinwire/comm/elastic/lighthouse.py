@@ -19,6 +19,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ...options import require_integer, require_number
 from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
@@ -49,6 +50,7 @@ class Lighthouse:
         credentials: of this machine; with them, only workers of the run are heard.
 
     Raises:
+        ValueError: a number out of range.
         OSError: the port is taken.
     """
 
@@ -60,6 +62,8 @@ class Lighthouse:
         join_seconds: float = 60.0,
         credentials: Credentials | None = None,
     ):
+        require_integer("min_workers", min_workers, 1)
+        require_number("join_seconds", join_seconds, least=0)
         host = own_address()[1] if host is None else host
         quorums = Quorums(min_workers, join_seconds, HEARTBEAT_SECONDS)
         listener = Listener(host, port, credentials, quorums.answer)
