@@ -48,7 +48,8 @@ def attach(
         strategy: such as `Gradients(Mean(QSGD(bits=4)))`, or its notation as text. None takes this one, 8 bits under Muon, or
             dense gradients for one worker, and says so; docs/first-lines.md has what they reached on small tasks.
         comm: how to communicate; by default a process group of its own over all workers, or over DDP's. Strategies that
-            share one wait for each other's rounds.
+            share one wait for each other's rounds, and so do collectives of your own. Call those outside of the backward
+            pass, in which rounds of gradients are under way.
         replicas: which workers hold replicas, as a process group or one dimension of a mesh; None for all. A model under
             `fully_shard(model, mesh=mesh["shard"])` needs `replicas=mesh["replicate"]`; see "Sharded models" in the guide.
         scaler: the `torch.amp.GradScaler` in use: memory stays in unscaled units, and a worker whose step it skips takes part

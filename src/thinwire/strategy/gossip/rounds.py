@@ -67,7 +67,7 @@ class ParameterRounds:
     Args:
         live: the parameters, changed in place; the same names and shapes on all workers.
         averager: how to agree.
-        comm: connects the workers. While a round is in flight, call `settle` before any other use of it.
+        comm: connects the workers. What uses it otherwise waits for a round in flight.
         seed: of the averager's random numbers.
         shards: the workers that hold the other shards of the model.
     """
