@@ -16,7 +16,7 @@ from pathlib import Path
 
 from script import existing_folder, run_script
 from studies import finished
-from tables import publish, table_head, table_row
+from tables import publish, table_head, table_row, times
 
 from thinwire.lab.recipes import recipes
 from thinwire.lab.recipes.base import momentum_applied_once
@@ -25,7 +25,6 @@ from thinwire.lab.report.groups import Group
 from thinwire.lab.report.line_figures import ALONG_BYTES, lines
 from thinwire.lab.report.metrics import metric
 from thinwire.lab.report.style import save, styled
-from thinwire.lab.report.tables import times
 from thinwire.lab.train import RunConfig
 
 METHODS = {

@@ -91,10 +91,11 @@ def trained(
     """One worker's copy of the `initial` model after a step for each batch, and the ledger."""
     model = copy.deepcopy(initial)
     optimizer = settings.build(model)
+    multiples = [group["lr"] / settings.learning_rate for group in optimizer.param_groups]
     handle = tw.attach(model, optimizer, strategy, comm=comm, seed=seed)
     model.train()
     for step, (inputs, labels) in enumerate(batches):
-        set_learning_rate(optimizer, settings.learning_rate_at(step, len(batches)))
+        set_learning_rate(optimizer, settings.learning_rate_at(step, len(batches)), multiples)
         optimizer.zero_grad()
         loss_of(model, inputs, labels).backward()
         if clip_norm is not None:

@@ -21,13 +21,12 @@ from statistics import mean
 import torch
 from script import existing_folder, run_script
 from studies import digit_accuracy, digit_batches, finished, trained
-from tables import DOCS, publish, spread, table_head, table_row
+from tables import DOCS, publish, spread, table_head, table_row, times
 
 import thinwire as tw
 from thinwire.lab.recipes.digits import digits
 from thinwire.lab.report import Run
 from thinwire.lab.report.style import new_figure, plain_axes, save
-from thinwire.lab.report.tables import times
 from thinwire.lab.train.models import DigitsNet
 
 EF, ADAPT = "ErrorFeedback()", "update_steps=(20, 100)"

@@ -37,6 +37,19 @@ def spread(values: Iterable[float], form: str = ".2f", form_of_deviation: str | 
     return f"{mean(known):{form}}{deviation}"
 
 
+def times(dense_bytes: float, sent_bytes: float) -> str:
+    """How many times fewer bytes; a single worker sends none.
+
+    Example:
+        >>> times(1000, 8), times(1000, 2000), times(0, 0)
+        ('125 x', '0.50 x', '-')
+    """
+    if not sent_bytes:
+        return "-"
+    ratio = dense_bytes / sent_bytes
+    return f"{ratio:.0f} x" if ratio >= 20 else f"{ratio:.1f} x" if ratio >= 1 else f"{ratio:.2f} x"
+
+
 def publish(page: Path, part: str, lines: Sequence[str]) -> None:
     """Print lines, and put them between a page's two markers of that part."""
     print("\n".join(lines), end="\n\n")
