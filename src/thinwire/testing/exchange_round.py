@@ -158,7 +158,7 @@ def _worker(comm: LocalCommunicator, case: ExchangeRound) -> Outcome:
     for buckets in [case.buckets] if case.together else [(bucket,) for bucket in case.buckets]:
         flights = list[PendingExchange]()
         for bucket in buckets:
-            flight = PendingExchange(case.exchange.begin, _job(traced, case, bucket, owners))
+            flight = PendingExchange(case.exchange.begin, _job(traced, case, bucket, owners), counts=False)
             # As `Mean` does it: in the same order on all workers.
             for earlier in flights:
                 earlier.advance()

@@ -269,7 +269,7 @@ class Mean(Averager):
         # A rule needs each worker's message, which an all-reduce would add up.
         is_dense = self._is_dense_round(codec) and self.rule is None
         exchange = AllReduce() if is_dense else _exchange_of(state)
-        flight = PendingExchange(exchange.begin, job)
+        flight = PendingExchange(exchange.begin, job, counts=self._follows_line)
         if self._follows_line:
             flight.waited = state.waited_seconds
         # Exchanges under way advance when one begins or is waited for: in the same order on all workers.

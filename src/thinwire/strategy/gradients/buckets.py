@@ -39,6 +39,7 @@ class GradientBuckets:
     """
 
     def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: StartBucket, bucket_bytes: int):
+        require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
         self._launch = launch
         self._buckets = _partition(parameters, bucket_bytes)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}

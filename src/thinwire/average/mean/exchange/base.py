@@ -265,17 +265,18 @@ class PendingExchange:
     Args:
         begin: of an exchange.
         job: what it exchanges. The job's clock adds up the time that is spent waiting between collectives.
+        counts: whether to count `num_bytes`, which takes a few microseconds.
 
     Attributes:
         finish: set once the last collective is issued.
         sent: when the first collective was issued.
         waited: how long the caller had waited for messages by then; it says so itself.
         steps: how many collectives were issued, one after the other.
-        num_bytes: what this worker has sent so far.
+        num_bytes: what this worker has sent so far; 0 without `counts`.
     """
 
-    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job):
-        self._begin, self.job = begin, job
+    def __init__(self, begin: Callable[[Job], Finish | Stages], job: Job, counts: bool):
+        self._begin, self.job, self._counts = begin, job, counts
         self._stages: Stages | None = None
         self._pending: Handle | None = None
         self.finish: Finish | None = None
@@ -286,10 +287,13 @@ class PendingExchange:
     def advance(self) -> None:
         """Wait for the collective that was issued last, and issue the next one; do nothing after the last."""
         if self.finish is None:
-            before = self.job.comm.ledger.bytes_sent
+            before = self._bytes_sent()
             self.finish = self._issue()
             self.steps += 1
-            self.num_bytes += self.job.comm.ledger.bytes_sent - before
+            self.num_bytes += self._bytes_sent() - before
+
+    def _bytes_sent(self) -> int:
+        return self.job.comm.ledger.bytes_sent if self._counts else 0
 
     def _issue(self) -> Finish | None:
         result = None
