@@ -116,17 +116,21 @@ class Ledger:
     @property
     def messages(self) -> int:
         """Messages that this worker has sent."""
-        return sum(traffic.messages for traffic in self.collectives.values())
+        return self._total("messages")
 
     @property
     def bytes_sent(self) -> int:
         """Bytes that this worker has sent to others."""
-        return sum(traffic.bytes_sent for traffic in self.collectives.values())
+        return self._total("bytes_sent")
 
     @property
     def bytes_received(self) -> int:
         """Bytes that this worker has received from others."""
-        return sum(traffic.bytes_received for traffic in self.collectives.values())
+        return self._total("bytes_received")
+
+    def _total(self, name: str) -> int:
+        # A list, because another thread may record a new collective meanwhile.
+        return sum(getattr(traffic, name) for traffic in list(self.collectives.values()))
 
     @property
     def dense_fp32_bytes(self) -> int:
