@@ -88,7 +88,13 @@ class DeepSqueeze(FittedGossip):
             v = state.memory.lost if remembers else state.memory.lost.clone()
             message = self.encoded(state, round, codec, own, v, add=True)
         absorb = partial(self._absorb, state, codec, remembers)
-        return self.arriving(state, round, message, sum(round.receives.values()), absorb)
+        try:
+            return self.arriving(state, round, message, sum(round.receives.values()), absorb)
+        except Exception:
+            if remembers:  # the round has not begun, so memory goes back
+                for part, x in zip(state.layout.parts(state.memory.lost), own, strict=True):
+                    part.sub_(x)
+            raise
 
     def _absorb(
         self,
