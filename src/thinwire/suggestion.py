@@ -40,8 +40,13 @@ def suggestion(name: str, known: Iterable[str]) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """The same, but empty where no known name is close."""
-    plain = {_plain(k): k for k in reversed(list(known))}
+    """The same, but empty where no known name is close.
+
+    Example:
+        >>> nearest("--worker", ["--workers", "---"]), nearest("", ["--workers", "---"])
+        ("; did you mean '--workers'?", '')
+    """
+    plain = {_plain(k): k for k in reversed(list(known)) if _plain(k)}
     close = difflib.get_close_matches(_plain(name), plain, n=1, cutoff=CUTOFF)
     return f"; did you mean {plain[close[0]]!r}?" if close else ""
 
