@@ -314,7 +314,7 @@ def wait_over_gloo(rank, store):
 
 
 def wait_in_an_elastic_round(rank, store):
-    groups_of_round = groups.GlooGroups(timedelta(seconds=60))
+    groups_of_round = groups.Groups(timedelta(seconds=60))
     groups_of_round.connect(dist.PrefixStore("round", store), rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 

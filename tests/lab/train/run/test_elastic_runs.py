@@ -162,8 +162,9 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
         RunConfig("digits", "Asynchronous()", elastic=True).parsed_strategy()
     with pytest.raises(ValueError, match="leave out transport mpi"):
         RunConfig("digits", elastic=True, transport="mpi")
-    with pytest.raises(ValueError, match="leave out transport nccl"):
-        RunConfig("digits", elastic=True, transport="nccl")
+    with pytest.raises(ValueError, match="leave out transport gloo"):
+        RunConfig("digits", elastic=True, transport="gloo")
+    RunConfig("digits", elastic=True, transport="tcp")
 
 
 def test_an_interface_is_for_elastic_runs_too(tmp_path):
