@@ -128,6 +128,7 @@ def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_p
 def test_a_worker_that_is_killed_before_it_dials_costs_the_others_one_time_limit(place, monkeypatch, tmp_path):
     """Gloo waited for five, and our own connections for ten seconds more, to send the dead worker what it was to get."""
     monkeypatch.setattr(forming, "CONNECT_SECONDS", 2.0)
+
     def join():
         victim = Program(dies_before_it_dials, place, 5, folder=tmp_path)
         assert victim.wait(60) == -signal.SIGKILL, victim.stderr

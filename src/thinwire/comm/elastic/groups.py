@@ -44,7 +44,7 @@ class Groups:
         listens: bool = True,
         relay: str | None = None,
     ):
-        require_engine()
+        require_engine("elastic runs")
         self.limit = self._timeout = timeout
         self._credentials, self._listens, self._relay = credentials, listens, relay
         self._comm: TcpCommunicator | None = None  # before the first round, and while none is connected

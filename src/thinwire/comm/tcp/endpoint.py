@@ -59,16 +59,19 @@ def is_available() -> bool:
     return True
 
 
-def require_engine() -> None:
+def require_engine(whose: str = "our own connections") -> None:
     """Check that the extension was built.
+
+    Args:
+        whose: what needs it, in words.
 
     Raises:
         ValueError: it was not.
     """
     require(
         is_available(),
-        "our own connections need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a C++17 "
-        "compiler, on Linux or macOS.",
+        f"{whose} need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a C++17 compiler, "
+        "on Linux or macOS.",
     )
 
 
