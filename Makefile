@@ -32,7 +32,7 @@ setup: $(READY)
 # What the demo needs. `pip` prints what it does: PyTorch takes a while.
 $(DEMO): $(SOURCES)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "thinwire needs Python 3.10 or later: make PYTHON=python3.x" >&2; exit 1; }
-	@command -v $${CXX:-c++} > /dev/null || echo "thinwire: no C++ compiler, so codecs will be slow; install one" \
+	@command -v $${CXX:-c++} > /dev/null || echo "thinwire: no C++ compiler, so codecs are slow and elastic runs refused; install one" \
 		"(Debian: apt install g++; macOS: xcode-select --install), then: make clean demo" >&2
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	began=$$(date +%s); $(BIN)/python -m pip install --upgrade-strategy only-if-needed -c constraints.txt -e '.[train]' \

@@ -33,6 +33,7 @@ from thinwire.comm.background import Background
 from thinwire.comm.elastic import groups
 from thinwire.comm.elastic.lighthouse import Asker
 from thinwire.comm.exit import until_exit
+from thinwire.comm.tcp.endpoint import Endpoint
 from thinwire.comm.transport import connect
 
 TRANSPORTS = pytest.mark.parametrize("run", [spawn, run_tcp])
@@ -314,7 +315,7 @@ def wait_over_gloo(rank, store):
 
 
 def wait_in_an_elastic_round(rank, store):
-    groups_of_round = groups.GlooGroups(timedelta(seconds=60))
+    groups_of_round = groups.Groups(timedelta(seconds=60))
     groups_of_round.connect(dist.PrefixStore("round", store), rank, 2, timedelta(seconds=60))
     return lambda: groups_of_round.all_reduce(torch.ones(1))()
 
@@ -362,8 +363,11 @@ def ends_while_a_thread_waits(start, rank, folder):
         os._exit(0)
     waiting = threading.Thread(target=wait, daemon=True)
     waiting.start()
-    has_other = start in (compute_in_the_background, start_an_operation_that_never_starts)  # a thread of its own
-    wait_until(lambda: exit._at_work if has_other else waiting.ident in exit._at_work)
+    if start is wait_in_an_elastic_round:
+        wait_until(lambda: sys._current_frames()[waiting.ident].f_code is Endpoint.wait.__code__)
+    else:
+        has_other = start in (compute_in_the_background, start_an_operation_that_never_starts)  # a thread of its own
+        wait_until(lambda: exit._at_work if has_other else waiting.ident in exit._at_work)
     finalize_for_a_second()
     store.set("end", "")
     sys.exit(1)

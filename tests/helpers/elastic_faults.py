@@ -6,10 +6,12 @@ import json
 import logging
 import os
 import resource
+import signal
 import time
 import warnings
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import thinwire as tw
@@ -101,6 +103,27 @@ def ailing(address: str, number: int, ails: str, at: int, among: int, rounds: in
 
 
 def leave_no_descriptors() -> None:
-    """Take all free descriptors away: what the process closes is enough to meet the others, and not for Gloo."""
+    """Take all free descriptors away: what the process closes is enough to meet the others, and not to connect with them."""
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")), hard))
+
+
+class Fatal(dist.Store):
+    """A store whose process is killed as soon as it waits there for what others say; they have heard of it by then."""
+
+    def __init__(self, store: dist.Store):
+        super().__init__()
+        self.set, self.add, self.compare_set = store.set, store.add, store.compare_set
+
+    def _die(self, *_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    wait = get = multi_get = _die
+
+
+def dies_before_it_dials(address: str, number: int) -> None:
+    """A worker that is killed when it has met the others, and has connected with none of them."""
+    comm = ElasticCommunicator(address, number, timeout_seconds=60)
+    connect = comm._groups.connect
+    comm._groups.connect = lambda store, *place: connect(Fatal(store), *place)
+    train(comm)

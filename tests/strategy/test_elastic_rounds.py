@@ -24,7 +24,6 @@ from thinwire.strategy.local.fragments import offset
 
 SIZES = (3, 4)  # of the layers
 SECONDS = 60.0
-SILENT_SECONDS = 20.0  # Gloo may lose a send to a worker that dies: then the others go on after this limit
 
 
 class Quadratic(nn.Module):
@@ -58,7 +57,7 @@ def elastic(monkeypatch):
 
         def worker(number):
             comm = ElasticCommunicator(
-                places[-1].address, abs(number), min_workers, timeout_seconds=SILENT_SECONDS, is_late=number < 0
+                places[-1].address, abs(number), min_workers, timeout_seconds=SECONDS, is_late=number < 0
             )
             try:
                 return fn(comm, number)
@@ -310,9 +309,7 @@ def test_local_updates_send_again_what_was_in_flight_when_a_worker_died(delay, r
         comm.close()
         if not returns:
             return dying
-        with ElasticCommunicator(
-            comm._forming._lighthouse, 3, 3, timeout_seconds=SILENT_SECONDS, is_late=True
-        ) as again:
+        with ElasticCommunicator(comm._forming._lighthouse, 3, 3, timeout_seconds=SECONDS, is_late=True) as again:
             result, _ = train_until(again, number, STEPS)
             assert again.counts.healings == 1
             return result

@@ -26,13 +26,10 @@ class GlooPeers:
 
     Args:
         group: a `ProcessGroupGloo`, some of whose operations PyTorch's types lack.
-
-    Attributes:
-        limit: how long to wait for each message; 0 => the group's own.
     """
 
     def __init__(self, group: Any):
-        self.group, self.limit = group, timedelta(0)
+        self.group = group
 
     def post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Wait:
         """Start messages, each with a tag of its own."""
@@ -43,7 +40,7 @@ class GlooPeers:
     def wait(self, works: Works) -> None:
         """Wait for operations; see `wait_for_all`."""
         with until_exit(self.hang_up):
-            wait_for_all(works, limit=self.limit)
+            wait_for_all(works)
 
     def hang_up(self) -> None:
         """Close the connections, so that workers that wait for this one fail at once, and so on along a ring.
@@ -63,20 +60,19 @@ def _begin(operation: Callable[..., Any], message: TaggedMessage) -> Any:
         raise CommunicationError(f"rank {message.peer}: {reason_of(error)}") from error
 
 
-def wait_for_all(works: Works, copies: Sequence[tuple[Tensor, Tensor]] = (), limit: timedelta = timedelta(0)) -> None:
+def wait_for_all(works: Works, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
     """Wait for operations, and copy what came to where it belongs.
 
     Args:
         works: what each is called in an error, and the operation.
         copies: pairs of a tensor of the caller's and the one in main memory that was written, which may be the same.
-        limit: how long to wait for each; 0 => the group's own.
 
     Raises:
         CommunicationError: an operation failed.
     """
     for what, work in works:
         try:
-            work.wait(limit)
+            work.wait()
         except RuntimeError as error:
             reason = reason_of(error)
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error

@@ -196,8 +196,8 @@ def _missing_extensions(hosts: Sequence[Host], rank: int) -> Found:
     host = hosts[rank]
     if host.missing:
         compiler = "" if host.compiler else "install a C++17 compiler such as g++, then "
-        what = f"not built: {', '.join(host.missing)}; codecs or long lines are many times slower without"
-        yield what, f"{compiler}install thinwire again from its source"
+        what = "codecs or long lines are many times slower without, or elastic runs refused"
+        yield f"not built: {', '.join(host.missing)}; {what}", f"{compiler}install thinwire again from its source"
 
 
 def _busy(hosts: Sequence[Host], rank: int) -> Found:

@@ -23,7 +23,7 @@ from helpers.program import Program, wait_until
 from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, lighthouse, quorums
-from thinwire.comm.elastic.groups import GlooGroups
+from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
 from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
@@ -291,7 +291,7 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
     def worker(comm):
-        group = GlooGroups(timedelta(seconds=60))
+        group = Groups(timedelta(seconds=60))
         with store_at(f"127.0.0.1:{store.port}/place", timedelta(seconds=3)) as found:
             group.connect(found, comm.rank, 2, timedelta(seconds=3))
         received = torch.zeros(1)
@@ -307,7 +307,7 @@ def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
 
 @pytest.mark.skipif(not Path("/proc/self/net/tcp6").exists(), reason="reads Linux's list of sockets")
 def test_a_worker_and_its_lighthouse_listen_on_the_chosen_interface_only(monkeypatch):
-    """A worker has a store, and Gloo has connected it with another one."""
+    """A worker has a store, and is connected with another one."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     before = listening()
     place = lighthouse.Lighthouse(2)

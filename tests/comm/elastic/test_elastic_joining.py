@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from helpers.elastic_faults import ailing, train
+from helpers.elastic_faults import ailing, dies_before_it_dials, train
 from helpers.program import Program, wait_until
 
 import thinwire as tw
@@ -27,38 +28,46 @@ def place(monkeypatch):
     lighthouse.close()
 
 
-def joined(place, number, joiner, **usual):
-    """Two workers train; a third joins with other options. Returns its error, and what the two saw until after it."""
+def joined(place, join, **usual):
+    """Two workers train; then a third does `join()`. Returns what that returns, and what the two saw until after it."""
     seen, has_ended, last = [], threading.Event(), [1 << 30]
 
-    def worker(key):
-        if key == "joiner":
-            wait_until(lambda: len(seen) > 6, "rounds of two workers")
-        comm = ElasticCommunicator(place, number if key == "joiner" else key, timeout_seconds=20, quorum_seconds=60)
+    def worker(number):
+        comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60)
+
+        def before_round():
+            seen.append(number)
+            time.sleep(0.02)
+
+        def is_over():
+            if has_ended.is_set():  # and each has committed as many rounds as the other, or one more
+                last[0] = min(last[0], comm.counts.committed + 2)
+            return comm.counts.committed >= last[0]
+
         try:
-            if key == "joiner":
-                return train(comm, **joiner)
-
-            def before_round():
-                seen.append(key)
-                time.sleep(0.02)
-
-            def is_over():
-                if has_ended.is_set():  # and each has committed as many rounds as the other, or one more
-                    last[0] = min(last[0], comm.counts.committed + 2)
-                return comm.counts.committed >= last[0]
-
             return train(comm, rounds=10**6, before_round=before_round, is_over=is_over, **usual)
-        except ValueError as error:
-            return str(error)
         finally:
-            if key == "joiner":
-                has_ended.set()
             comm.close()
 
-    with ThreadPoolExecutor(3) as pool:
-        first, second, error = pool.map(worker, (0, 1, "joiner"))
-    return error, [first, second]
+    with ThreadPoolExecutor(2) as pool:
+        others = [pool.submit(worker, number) for number in range(2)]
+        try:
+            wait_until(lambda: len(seen) > 6, "rounds of two workers")
+            found = join()
+        finally:
+            has_ended.set()
+        return found, [one.result() for one in others]
+
+
+def refused(place, number, **options):
+    """The error of a worker that may not take part."""
+    comm = ElasticCommunicator(place, number, timeout_seconds=20, quorum_seconds=60)
+    try:
+        with pytest.raises(ValueError) as raised:
+            train(comm, **options)
+        return str(raised.value)
+    finally:
+        comm.close()
 
 
 @pytest.mark.parametrize(
@@ -72,7 +81,7 @@ def joined(place, number, joiner, **usual):
     ],
 )
 def test_a_joiner_of_another_configuration_is_told_what_differs_and_the_others_go_on(place, usual, joiner, line):
-    error, others = joined(place, 5, usual | joiner, **usual)
+    error, others = joined(place, lambda: refused(place, 5, **(usual | joiner)), **usual)
     assert (
         "worker 5 is refused, and the others go on without it: its configuration differs from that of worker 0" in error
     )
@@ -83,7 +92,7 @@ def test_a_joiner_of_another_configuration_is_told_what_differs_and_the_others_g
 
 
 def test_a_number_that_a_living_worker_has_is_refused(place):
-    error, others = joined(place, 1, {})
+    error, others = joined(place, lambda: refused(place, 1))
     assert (
         "worker 1 is refused, and the others go on without it: its number is that of another worker, which lives"
         in error
@@ -116,6 +125,19 @@ def test_workers_that_ail_while_their_heartbeats_go_on_are_left_out(place, tmp_p
             program.kill()
 
 
+def test_a_worker_that_is_killed_before_it_dials_costs_the_others_one_time_limit(place, monkeypatch, tmp_path):
+    """Gloo waited for five, and our own connections for ten seconds more, to send the dead worker what it was to get."""
+    monkeypatch.setattr(forming, "CONNECT_SECONDS", 2.0)
+
+    def join():
+        victim = Program(dies_before_it_dials, place, 5, folder=tmp_path)
+        assert victim.wait(60) == -signal.SIGKILL, victim.stderr
+
+    _, others = joined(place, join)
+    # The Lighthouse misses its heartbeat after three seconds.
+    assert all(set(facts["sizes"]) == {2} and facts["slowest"] < 8 for facts in others), others
+
+
 def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_others_go_on(place, monkeypatch):
     """Workers 1 and 2 of three do not connect, as behind a firewall between them."""
     broken = {1, 2}
@@ -133,7 +155,7 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
 
         def connect_group(*args):
             if broken <= others["all"]:
-                raise RuntimeError("Gloo connectFullMesh failed")
+                raise RuntimeError("no connection")
             connect(*args)
 
         comm._forming.connect, comm._groups.connect = connect_members, connect_group

@@ -21,7 +21,7 @@ from helpers.threads import failing_once
 
 from thinwire.comm import sockets
 from thinwire.comm.elastic import lighthouse
-from thinwire.comm.elastic.groups import TcpGroups
+from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import met
 from thinwire.comm.store import connected_store, listening_store
 from thinwire.comm.tls import connections
@@ -404,7 +404,7 @@ def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
     place, before, made = f"127.0.0.1:{ours.port}", set(tls_store._open), []
     monkeypatch.setattr(lighthouse, "connected_store", lambda *args: made.append(connected_store(*args)) or made[-1])
-    rounds = TcpGroups(SOON, credentials[1], True, None)
+    rounds = Groups(SOON, credentials[1])
     with met(place, "round", 0, 1, SOON, credentials[1]) as store:
         rounds.connect(store, 0, 1, SOON)
     rounds.close()

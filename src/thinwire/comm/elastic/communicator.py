@@ -1,7 +1,7 @@
-"""Workers that come and go: rounds over Gloo, or with credentials over connections of our own.
+"""Workers that come and go: rounds over connections of our own.
 
 Each worker asks the Lighthouse for a round, and tells the others what it is and has (`claims.py`). Workers of the round connect
-over Gloo, anew whenever the workers change. A round is a transaction:
+anew whenever the workers change. A round is a transaction:
 
     1. form     who takes part, and who is behind. Workers that differ in number or configuration are refused, and raise an
                 error; the others go on without them. While the Lighthouse does not answer, they ask again,
@@ -27,11 +27,10 @@ Comparing. Every `check_every` rounds each worker also says the hash of what all
 more than half of them is named and healed. Where there is no such majority, all raise an error.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
-`timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). Rarely, this holds for one that dies too:
-Gloo may not say that a send to it has failed. A worker without progress for so long sends no more heartbeats either, and the
-Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died before it connected, the others try
-again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries tell the others, and one of them is
-left out.
+`timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). A worker without progress for so long sends
+no more heartbeats either, and the Lighthouse leaves it out `HEARTBEAT_SECONDS` later. If a quorum names a worker that has died
+before it connected, the others try again after `CONNECT_SECONDS`. Two workers that cannot reach each other in `TRIES` tries
+tell the others, and one of them is left out.
 
 GPUs. Tensors on a GPU go through main memory. This has not been run on a GPU.
 """
@@ -63,7 +62,7 @@ from ..process_group import ProcessGroupCommunicator
 from ..tls.credentials import Credentials
 from .claims import MAX_NUMBER, MAX_ROUNDS, Claim, differing, members_of, place_of
 from .forming import Forming
-from .groups import GlooGroups, Groups, TcpGroups
+from .groups import Groups
 from .healing import Healing
 from .history import UNKNOWN, History
 from .patience import Patience
@@ -104,9 +103,10 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
-        ValueError: a value out of range, or only one of the Lighthouse and this worker has credentials. When a round forms: the
-            number is taken, the configuration differs from that of the others, or healing would lose rounds that it has
-            committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
+        ValueError: a value out of range, the extension of our own connections was not built, or only one of the Lighthouse and
+            this worker has credentials. When a round forms: the number is taken, the configuration differs from that of the
+            others, or healing would lose rounds that it has committed (`LostRounds`), or the workers' states differ and no
+            majority says which is right (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
             not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.
@@ -162,9 +162,7 @@ class ElasticCommunicator(Communicator):
         self._issuer = Issuer()
         self._history, self._known_place = History(), ""
         self._patience, self._check_every = Patience(timeout_seconds), check_every
-        self._groups: Groups = (
-            GlooGroups(self._timeout) if credentials is None else TcpGroups(self._timeout, credentials, listens, relay)
-        )
+        self._groups = Groups(self._timeout, credentials, listens, relay)
         self._forming = Forming(
             *(number, lighthouse, min_workers, quorum_seconds, self._groups, self._processes),
             *(credentials, listens, relay),

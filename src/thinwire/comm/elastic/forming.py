@@ -296,7 +296,7 @@ class Forming:
             # It fails before it meets the others, if it cannot open the sockets that the round needs.
             try_sockets(2 * len(claims) + 8)
             with met(claims[0].store, meeting, rank, len(claims), limit, self._credentials) as store:
-                if any(claim.failures for claim in claims):  # find out who does not reach whom; Gloo does not say
+                if any(claim.failures for claim in claims):  # find out who does not reach whom
                     reach([(r, claim.store) for r, claim in enumerate(claims) if r != rank], limit)
                 self._groups.connect(store, rank, len(claims), limit)
         except Exception as error:

@@ -164,7 +164,7 @@ class Missing(CommunicationError):
 def met(
     store: str, place: str, rank: int, size: int, limit: timedelta, credentials: Credentials | None = None
 ) -> Iterator[dist.Store]:
-    """Context with the store of a round's first worker, once all have come to it; Gloo would wait much longer for a dead one.
+    """Context with the store of a round's first worker, once all have come to it.
 
     Raises:
         Missing: with the ranks that did not come, or that of the store's owner.

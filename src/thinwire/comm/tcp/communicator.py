@@ -89,7 +89,8 @@ class TcpCommunicator(Communicator):
             if self.all_true(max(trips, default=0.0) < LONG_SECONDS):
                 self.route.shard_bytes = SHARD_BYTES
         except (CommunicationError, ValueError):
-            self.abandon()
+            # At once: what was sent to a worker that never came would not arrive however long this one waited.
+            self._end(partial(self._hang_up, 0.0))
             raise
         # What connecting took is no traffic of the run.
         self.ledger, self.limit_seconds = Ledger(self.size), math.inf

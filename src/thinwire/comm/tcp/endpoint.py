@@ -19,6 +19,7 @@ from weakref import finalize
 
 from torch import Tensor
 
+from ...algorithm import require
 from ..exit import after_work
 from ..handle import CommunicationError
 from ..numbered import TaggedMessage
@@ -58,6 +59,22 @@ def is_available() -> bool:
     return True
 
 
+def require_engine(whose: str = "our own connections") -> None:
+    """Check that the extension was built.
+
+    Args:
+        whose: what needs it, in words.
+
+    Raises:
+        ValueError: it was not.
+    """
+    require(
+        is_available(),
+        f"{whose} need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a C++17 compiler, "
+        "on Linux or macOS.",
+    )
+
+
 class Endpoint:
     """Connects this worker with its peers. All workers construct it together.
 
@@ -72,11 +89,7 @@ class Endpoint:
     """
 
     def __init__(self, meeting: Meeting, peers: Sequence[int], is_channel: bool = False):
-        if not is_available():
-            raise ValueError(
-                "our own connections need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire "
-                "with a C++17 compiler, on Linux or macOS."
-            )
+        require_engine()
         from ._engine import Engine
 
         _end_threads_at_exit()

@@ -134,8 +134,8 @@ class RunConfig:
     """With network, seconds of computation in a step, encoding and decoding included; None measures processor time."""
     transport: Transport = "auto"
     """What carries messages. "auto" is NCCL if every worker has a GPU of its own; else connections of our own ("tcp") for
-    tensors in main memory between machines; else, and with elastic, Gloo. "mpi" needs a PyTorch that was built with MPI; the
-    others work under mpirun too."""
+    tensors in main memory between machines, and with elastic; else Gloo. "mpi" needs a PyTorch that was built with MPI; the
+    others work under mpirun too. Elastic runs take no other than "tcp"."""
     measure_lines: bool = False
     """Measure the lines between workers first, about ten seconds, and lay out the averaging by them: the order of ranks, sites
     for hierarchical exchanges, and unequal shares of scatter_reduce. The run's folder keeps the layout for --resume."""
@@ -216,12 +216,12 @@ class RunConfig:
             "split": self.split != "even",
             "measure_lines": self.measure_lines,
             "data.in_order": bool(getattr(self.data, "in_order", False)),
-            f"transport {self.transport}": self.transport in ("mpi", "tcp", "nccl"),
+            f"transport {self.transport}": self.transport not in ("auto", "tcp"),
         }
         named = [name for name, is_wrong in wrong.items() if self.elastic and is_wrong]
         require(
             not named,
-            f"elastic runs choose their connections, and divide their data evenly; leave out {', '.join(named)}",
+            f"elastic runs go over connections of our own, and divide their data evenly; leave out {', '.join(named)}",
         )
 
     @property

@@ -15,6 +15,7 @@ from helpers.elastic_training import elastic_run, on_own_disk, run_without_fork_
 from helpers.program import Program, below, programs, wait_until
 
 from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm.tcp import endpoint
 from thinwire.lab.report import write_report
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10
@@ -162,8 +163,19 @@ def test_options_of_elastic_runs_are_checked(tmp_path):
         RunConfig("digits", "Asynchronous()", elastic=True).parsed_strategy()
     with pytest.raises(ValueError, match="leave out transport mpi"):
         RunConfig("digits", elastic=True, transport="mpi")
-    with pytest.raises(ValueError, match="leave out transport nccl"):
-        RunConfig("digits", elastic=True, transport="nccl")
+    with pytest.raises(ValueError, match="leave out transport gloo"):
+        RunConfig("digits", elastic=True, transport="gloo")
+    RunConfig("digits", elastic=True, transport="tcp")
+
+
+def test_without_the_extension_elastic_runs_are_refused_in_one_line_before_anything_is_written(tmp_path, monkeypatch):
+    monkeypatch.setattr(endpoint, "is_available", lambda: False)
+    line = "^elastic runs need the extension thinwire.comm.tcp._engine, which was not built. Install thinwire with a C"
+    with pytest.raises(ValueError, match=line):
+        train(RunConfig("digits", workers=2, elastic=True, output=tmp_path))
+    assert not [*tmp_path.iterdir()]
+    with pytest.raises(ValueError, match=line):  # before it asks the Lighthouse
+        ElasticCommunicator("http://127.0.0.1:1")
 
 
 def test_an_interface_is_for_elastic_runs_too(tmp_path):

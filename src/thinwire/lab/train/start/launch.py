@@ -16,6 +16,7 @@ from pathlib import Path
 from ....algorithm import require
 from ....comm import Credentials
 from ....comm.addresses import address_text
+from ....comm.tcp.endpoint import require_engine
 from ..config import RunConfig
 from ..device import choose_device
 from ..folder.run_folder import finished_run, folder_of, held_by_first, held_folder, is_finished_on_all
@@ -69,6 +70,8 @@ def train(
     check_installed(config)
     if config.transport == "mpi":
         check_mpi()
+    if config.elastic:
+        require_engine("elastic runs")
     environment = set_variables()
     if (environment is None or config.elastic) and (finished := finished_run(config)):
         return finished
