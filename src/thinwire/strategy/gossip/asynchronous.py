@@ -105,12 +105,8 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def _finish(self) -> None:
         """Go on averaging until the last worker detaches."""
-        try:
-            if not self._has_raised:
-                self._end_averaging("detach()")
-        except BaseException as error:  # such as Ctrl-C while it waits
-            self._abandon(error)
-            raise
+        if not self._has_raised:
+            self._end_averaging("detach()")
 
     def _abandon(self, error: BaseException) -> None:
         """Stop at once; the other workers stop with an error that names this rank."""
