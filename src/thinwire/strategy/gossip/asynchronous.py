@@ -44,7 +44,7 @@ class AsynchronousGossip(OwnModelAttachment):
         refuse_shards(self.call, model)
         super().__init__(strategy, model, optimizer, runtime)
         self._has_raised = False
-        self._broken_off_by: str | None = None
+        self._broken_off_by: str | None = None  # the error
 
     def attach(self) -> None:
         """Connect the workers, and begin to average."""
@@ -110,7 +110,7 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def _abandon(self, error: BaseException) -> None:
         """Stop at once; the other workers stop with an error that names this rank."""
-        self._broken_off_by = f"rank {self.comm.rank} raised {error!r}"
+        self._broken_off_by = repr(error)
 
     # ---- one step of the optimizer ----
 

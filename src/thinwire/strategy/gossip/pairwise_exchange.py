@@ -101,14 +101,14 @@ class PairwiseExchange:
         self.check()
         self._thread.join()
 
-    def close(self, reason: str | None = None) -> None:
+    def close(self, error: str | None = None) -> None:
         """Hang up.
 
         Args:
-            reason: why this worker stops early; all others raise an error with it. None if the thread has ended.
+            error: why this worker stops early; all others raise an error with it. None if the thread has ended.
         """
-        if reason is not None:
-            self._abort_reason = reason
+        if error is not None:
+            self._abort_reason = f"rank {self._rank} raised {error}"
             self._channel.wake()
         self._thread.join(END_SECONDS)
         self._channel.close()
