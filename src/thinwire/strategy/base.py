@@ -19,7 +19,7 @@ A derived class defines:
     `_averaged`                  the averager's states, with the tensors of each
     `_share`                     what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
-    `_finish`, `_abandon`        end what is in flight: with the other workers; without them after any error, also one of `_finish`
+    `_finish`, `_abandon`        end what is in flight: with the other workers; without them after an error, also of `_finish`
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
 """
 
