@@ -208,6 +208,7 @@ struct Engine::Peer {
     size_t turn = 0;
     bool is_deep = false, is_mine = false;  // this worker makes the connections
     bool is_heavy = false;                  // more than `kLight` has waited, and some of it does still
+    bool is_held = false;                   // all of `bulk` waits until the peer expects it
     std::string gone;
     bool has_said_goodbye = false;
     Counts counts;
@@ -678,9 +679,10 @@ void Engine::watch_silent(Peer& peer, double at) {
     }
 }
 
-// Asks for more connections if work has waited for several round trips while the line had no queue, so was not full.
+// Asks for more connections if work has waited for several round trips while the line had no queue, so was not full. Not if
+// the peer has yet to expect it: more connections would not help.
 void Engine::watch_stripes(Peer& peer, double at) {
-    if (!peer.bulk.empty() && !peer.is_light())
+    if (!peer.bulk.empty() && !peer.is_held && !peer.is_light())
         peer.backlog += std::min(at - peer.looked, 0.02);  // over several messages, and not in between
     peer.looked = at;
     if (peer.backlog < 4 * peer.round_trip || peer.counts.connections > kMaxStripes) return;
@@ -812,6 +814,7 @@ bool Engine::take_work(Connection& c) {
     for (auto out = peer.bulk.begin(); out != peer.bulk.end(); ++out) {
         const uint64_t length = std::min(out->chunk, out->part.bytes - out->next);
         if (!may_leave(c, out->part.number, length, early_bytes_ - early_bytes_ / 8)) continue;  // the rest is for small ones
+        peer.is_held = false;
         auto chunk = std::make_shared<Chunk>();
         chunk->header = {kData, static_cast<uint32_t>(length), out->part.number, out->part.bytes, out->next};
         chunk->data = out->part.data + out->next;
@@ -822,6 +825,7 @@ bool Engine::take_work(Connection& c) {
         ++peer.counts.chunks;
         return true;
     }
+    peer.is_held = !peer.bulk.empty();
     return false;
 }
 

@@ -216,6 +216,26 @@ def test_messages_with_tags_come_in_any_order():
     spawn(2, sends_with_tags)
 
 
+def expects_nothing(comm) -> None:
+    """Once with a message that has no bytes, and once with one that has some, which has come by then."""
+    group, nothing = on("thinwire"), torch.empty(0)
+    if comm.rank == 0:
+        dist.send(nothing, 1, group, 1)
+        dist.send(torch.ones(3), 1, group, 1)
+        dist.send(torch.ones(1), 1, group, 2)
+        comm.barrier()
+    else:
+        dist.recv(torch.zeros(1), 0, group, 2)
+        dist.recv(nothing, 0, group, 1)
+        with pytest.raises(RuntimeError, match="rank 0 sent a message of 12 bytes, expected 0"):
+            dist.recv(nothing, 0, group, 1)
+        comm.barrier()
+
+
+def test_an_empty_message_is_a_message_and_no_other_is_taken_for_it():
+    spawn(2, expects_nothing)
+
+
 def receives_from_any(comm) -> None:
     group, size, each = on("thinwire"), comm.size, 20
     large = UNASKED_BYTES // 8 + 1  # of a large message, which travels when the receiver asks for it

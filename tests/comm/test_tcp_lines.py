@@ -54,3 +54,40 @@ def test_bytes_that_wait_in_a_long_queue_are_no_dead_line(capfd):
         assert lab.run([sys.executable, "-c", SENDS, "160000"]) == 0
     said = capfd.readouterr().out
     assert said.count("lost none") == 2, said
+
+
+# Rank 0 expects nothing, and keeps 256 KB. Rank 1 sends more, and looks for events once what is left is held back.
+HOLDS_BACK = """
+import os, socket, time
+import torch, torch.distributed as dist
+from thinwire.comm.tcp import _engine
+rank = int(os.environ["RANK"])
+store = dist.TCPStore(os.environ["MASTER_ADDR"], 29500, 2, rank == 0)
+engine, address = _engine.Engine(rank, 2, 60.0, early_bytes=1 << 18), (os.environ["MASTER_ADDR"], 29511)
+if rank == 0:
+    with socket.create_server(address) as listener:
+        store.set("listens", "")
+        line, _ = listener.accept()
+else:
+    store.get("listens")
+    line = socket.create_connection(address)
+engine.attach(1 - rank, line.detach())
+if rank == 1:
+    memory, chunks = torch.zeros(4 << 20, dtype=torch.uint8), -1
+    engine.post([(0, 0, memory.data_ptr(), memory.nbytes)], [])
+    while (before := chunks) != (chunks := engine.counts(0).chunks):
+        time.sleep(0.5)
+    engine.events(0.01)  # from before it was held back
+    assert engine.counts(0).round_trip_seconds > 0.01 and 0 < chunks < 20, engine.counts(0)
+    events = engine.events(1.0)
+    assert events == [], events
+    store.set("is_over", "")
+store.get("is_over")
+"""
+
+
+@needs_lab("long lines are")
+def test_a_message_that_the_peer_does_not_expect_yet_asks_for_no_connections():
+    """It asked for more every four round trips, up to 65, though the line was idle."""
+    with netlab.Lab(2, "1gbit,round_trip=20ms") as lab:
+        assert lab.run([sys.executable, "-c", HOLDS_BACK]) == 0

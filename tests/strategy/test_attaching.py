@@ -382,6 +382,14 @@ def test_an_error_of_one_worker_is_told_to_the_others(strategy, own):
     assert first == f"rank 1 failed: {second}"
 
 
+@pytest.mark.parametrize("strategy", ONE_EACH)
+def test_a_missing_process_group_is_said(strategy):
+    """`Asynchronous` said that it was not connected yet."""
+    model = nn.Linear(2, 2)
+    with pytest.raises(ValueError, match=r"Call dist\.init_process_group\(\) first"):
+        tw.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), strategy)
+
+
 def one_attaches_twice(comm) -> str:
     model = nn.Linear(2, 2)
     if comm.rank:

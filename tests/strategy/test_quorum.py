@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from helpers.program import wait_until
 from helpers.spawn import WORLDS, run_threads, spawn
 from strategy.test_local_updates import adamw, backward, flat, make_model
 
@@ -390,6 +391,22 @@ def test_the_others_go_on_without_a_worker_that_is_killed(victim):
     assert torch.equal(alive[0][0], alive[1][0]) and alive[0][2] == alive[1][2]
     assert max(members for _, members, _ in alive) == 2  # one may have left already
     assert alive[0][2].tokens >= 2 * 2 * 40  # of two fragments
+
+
+def detaches_too_early(comm):
+    model = make_model()
+    handle = tw.attach(model, adamw(model), tw.parse("Local(Mean(), 2, quorum=Quorum(stale=Drop()))"), comm=comm)
+    with handle.average_model(), pytest.raises(ValueError, match=r"detach\(\) inside average_model\(\)"):
+        handle.detach()
+    comm.barrier()
+    return handle
+
+
+def test_detaching_ends_all_threads_though_it_fails():
+    before = set(threading.enumerate())
+    handles = run_threads(2, detaches_too_early)
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of the threads", 20.0)
+    assert all(handle.is_detached for handle in handles)
 
 
 # ---- saving, bytes, refusals ----

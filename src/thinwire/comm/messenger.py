@@ -46,7 +46,7 @@ class Messenger:
         self._on_message, self._on_lost = on_message, on_lost
         self._peers = set(range(comm.size)) - {comm.rank}
         self._lost: set[int] = set()
-        self._lock, self._is_closing, self._has_ended = threading.Lock(), False, False
+        self._lock = threading.Lock()
         self._sent_bytes, self._sent_seconds = 0, 0.0
         self._channel = comm.open_channel(self._peers, max_bytes)
         self._outbox: SimpleQueue[tuple[int, int, Tensor | None] | None] = SimpleQueue()
@@ -61,7 +61,7 @@ class Messenger:
             thread.start()
 
     def post(self, peer: int, kind: int, payload: Tensor | None = None) -> None:
-        """Send a message to a peer, unless it is lost. The payload may not change afterwards."""
+        """Send a message to a peer, unless it is lost or has said goodbye. The payload may not change afterwards."""
         self._outbox.put((peer, kind, payload))
 
     def say_goodbye(self) -> None:
@@ -81,7 +81,6 @@ class Messenger:
 
     def close(self, wait: bool = True) -> None:
         """Hang up once everything that was posted has been sent; the threads do it, and by default the caller waits."""
-        self._is_closing = True
         self._outbox.put(None)
         for thread in self._threads if wait else []:
             thread.join(END_SECONDS)
@@ -91,8 +90,9 @@ class Messenger:
             if peer not in self._lost:
                 with until_exit():
                     self._send(peer, kind, payload)
-        self._has_ended = True
-        # So that the receiving thread sees that all has ended.
+        with self._lock:
+            self._lost |= self._peers
+        # So that the receiving thread sees that nobody is left.
         self._channel.wake()
         self._channel.close()
 
@@ -107,8 +107,7 @@ class Messenger:
             self._sent_bytes += 0 if payload is None else payload.numel()
 
     def _receive_all(self) -> None:
-        while not self._has_ended:
-            sources = self._peers - self._lost
+        while sources := self._peers - self._lost:
             with until_exit(self._channel.wake):
                 try:
                     self._handle(self._channel.receive(sources))
@@ -136,5 +135,5 @@ class Messenger:
         with self._lock:
             is_new = peer not in self._lost
             self._lost.add(peer)
-        if is_new and not self._is_closing:
+        if is_new:
             self._on_lost(peer, reason)

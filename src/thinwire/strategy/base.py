@@ -19,7 +19,7 @@ A derived class defines:
     `_averaged`                  the averager's states, with the tensors of each
     `_share`                     what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
-    `_finish`, `_abandon`        end what is in flight: with the other workers, or without them after an error
+    `_finish`, `_abandon`        end what is in flight: with the other workers; without them after an error, also of `_finish`
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
 """
 
@@ -273,12 +273,12 @@ class AveragerAttachment(Attachment):
         try:
             if error is None:
                 self._finish()
-            else:
-                self._abandon(error)
-        except BaseException as failed:
+        except BaseException as failed:  # such as Ctrl-C while it waits
             error = failed
             raise
         finally:
+            if error is not None:
+                self._undo.callback(self._abandon, error)  # the first of them to be called
             AVERAGED.release(self)
             self._undo.close()
             self._shards.close(waits=error is None)

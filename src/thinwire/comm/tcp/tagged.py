@@ -1,6 +1,7 @@
 """Messages with a tag, from one worker to another, in no order with the collectives.
 
-Each tag has streams of its own (`native/wire/frame.hpp`), in which messages are numbered in the order of the calls:
+Each tag has streams of its own (`native/wire/frame.hpp`), in which messages are numbered in the order of the calls. An empty
+payload has a number too; the engine sends nothing for it.
 
     envelope   sender to receiver   1 byte: there is a message; so a receiver from any source sees whose is next
     payload    sender to receiver
@@ -61,16 +62,16 @@ class Tagged:
             request = self._post([], [TaggedMessage(peer, _number(tag, REQUEST, index), _byte())])
             if is_early:
                 self._requests[peer].append((request, memory.numel()))
-            payload = [TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
+            payload = TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)
             envelope = TaggedMessage(peer, _number(tag, ENVELOPE, index), _byte())
-            first = self._post([envelope, *payload] if is_early else [envelope], [])
+            first = self._post([envelope, payload] if is_early else [envelope], [])
         if is_early:
             return lambda: self._wait(first)
 
         def when_asked() -> None:
             self._wait(first)
             self._wait(request)
-            self._wait(self._post(payload, []))
+            self._wait(self._post([payload], []))
 
         # The receiver may ask much later, so this waits in a thread of its own, which ends after the call.
         return Background("thinwire-send").submit(when_asked).wait
@@ -97,9 +98,9 @@ class Tagged:
     def _receive(self, memory: Tensor, peer: int, tag: int) -> int:
         index = self._received[peer, tag]
         self._received[peer, tag] += 1
-        payload = [TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)] if memory.numel() else []
+        payload = TaggedMessage(peer, _number(tag, PAYLOAD, index), memory)
         envelope = TaggedMessage(peer, _number(tag, ENVELOPE, index), _byte())
-        return self._post([TaggedMessage(peer, _number(tag, REQUEST, index), _byte())], [envelope, *payload])
+        return self._post([TaggedMessage(peer, _number(tag, REQUEST, index), _byte())], [envelope, payload])
 
     def _next(self, memory: Tensor, tag: int) -> tuple[int, int]:
         """Wait for an envelope, and begin to receive what it announces: the peer, and the operation."""

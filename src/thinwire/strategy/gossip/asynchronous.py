@@ -44,7 +44,7 @@ class AsynchronousGossip(OwnModelAttachment):
         refuse_shards(self.call, model)
         super().__init__(strategy, model, optimizer, runtime)
         self._has_raised = False
-        self._broken_off_by: str | None = None
+        self._broken_off_by: str | None = None  # the error
 
     def attach(self) -> None:
         """Connect the workers, and begin to average."""
@@ -105,16 +105,12 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def _finish(self) -> None:
         """Go on averaging until the last worker detaches."""
-        try:
-            if not self._has_raised:
-                self._end_averaging("detach()")
-        except BaseException as error:  # such as Ctrl-C while it waits
-            self._abandon(error)
-            raise
+        if not self._has_raised:
+            self._end_averaging("detach()")
 
     def _abandon(self, error: BaseException) -> None:
         """Stop at once; the other workers stop with an error that names this rank."""
-        self._broken_off_by = f"rank {self.comm.rank} raised {error!r}"
+        self._broken_off_by = repr(error)
 
     # ---- one step of the optimizer ----
 

@@ -13,8 +13,9 @@ All workers end together. A worker that is done early goes on averaging with the
     4. a passive worker stops when it has GOODBYE from all active ones.
 
 Errors. Every worker is connected to all workers of the other side, so these notice at once when it dies. A worker that notices
-a death, or fails itself, sends the reason to its partners (FAILURE) and stops; they pass it on. The next optimizer step raises
-the error, and so does any call that waits for the thread. The thread is a daemon: the process can exit, and partners notice.
+a death, or fails itself, sends the reason to its partners (FAILURE) and hangs up; they pass it on. The next optimizer step
+raises the error, and so does any call that waits for the thread. The thread is a daemon: the process can exit, and partners
+notice.
 """
 
 from __future__ import annotations
@@ -67,7 +68,6 @@ class PairwiseExchange:
         self._serve = self._serve_active if averager.is_active(comm.rank) else self._serve_passive
         self._error: CommunicationError | None = None
         self._abort_reason: str | None = None
-        self._is_dropped = False
         self._pace_seconds = DEFAULT_PACE_SECONDS
         self._last_step: float | None = None
         self._flight = threading.Condition()  # guards the two below
@@ -101,21 +101,21 @@ class PairwiseExchange:
         self.check()
         self._thread.join()
 
-    def close(self, reason: str | None = None) -> None:
-        """Hang up.
+    def close(self, error: str | None = None) -> None:
+        """Wait for the end of the thread, and hang up.
 
         Args:
-            reason: why this worker stops early; all others raise an error with it. None if the thread has ended.
+            error: why this worker stops early; all others raise an error with it. None if the thread has ended.
         """
-        if reason is not None:
-            self._abort_reason = reason
+        if error is not None:
+            self._abort_reason = f"rank {self._rank} raised {error}"
             self._channel.wake()
         self._thread.join(END_SECONDS)
         self._channel.close()
 
     def drop(self, reason: str) -> None:
-        """Stop early as in `close`, but wait for nothing; the thread hangs up. For the garbage collector."""
-        self._abort_reason, self._is_dropped = reason, True
+        """Stop early as in `close`, but wait for nothing. For the garbage collector."""
+        self._abort_reason = reason
         self._channel.wake()
 
     @contextlib.contextmanager
@@ -158,8 +158,7 @@ class PairwiseExchange:
                         PairMessage.FAILURE,
                         torch.tensor(list(reason.encode()[:MAX_REASON_BYTES]), dtype=torch.uint8, device="cpu"),
                     )
-            if self._is_dropped:
-                self._channel.close()
+            self._channel.close()
         finally:
             self._ended.set()
 
@@ -245,14 +244,9 @@ class PairwiseExchange:
         return True
 
     def _send(self, peer: int, kind: PairMessage, x: Tensor | None = None) -> None:
-        try:
-            with self._state.clock("send"):
-                self._channel.send(peer, kind, x)
-        except CommunicationError:
-            with contextlib.suppress(CommunicationError):
-                while True:  # its last message may say why it has gone
-                    self._receive([peer])
-            raise
+        # If the peer has gone, `_receive` notices, once it has had its last message: that may say why.
+        with contextlib.suppress(CommunicationError), self._state.clock("send"):
+            self._channel.send(peer, kind, x)
 
     def _receive(self, sources: list[int] | set[int], timeout_seconds: float | None = None) -> Message | None:
         with self._state.clock("wait"):

@@ -359,15 +359,11 @@ class LocalUpdates(OwnModelAttachment):
     def _finish(self) -> None:
         """Merge what is in flight; the parameters stay local."""
         self._require_own_model("detach()")
-        try:
-            if self._elastic is not None:
-                self._elastic.end(again=False)
-            self._merge_all()
-            if self._asynchronous is not None:
-                self._asynchronous.protocol.leave()
-        except BaseException as error:
-            self._abandon(error)
-            raise
+        if self._elastic is not None:
+            self._elastic.end(again=False)
+        self._merge_all()
+        if self._asynchronous is not None:
+            self._asynchronous.protocol.leave()
 
     def _abandon(self, error: BaseException) -> None:
         """Rounds in flight end in their own threads; with a quorum, the others go on without this worker."""
