@@ -140,6 +140,7 @@ class Job:
                     store_segments([segment], group, merged=True)
             if any(masked):
                 self._mask(payload, used, [mask for mask in masked if mask])
+            self.selection = None  # as large as the tensors, where a warm-up begins
             return payload
 
     def of(self, positions: Sequence[int]) -> Job:
