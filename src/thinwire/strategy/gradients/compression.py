@@ -87,6 +87,10 @@ class GradientCompression(AveragerAttachment):
         if optimizer is not None:
             self.check_optimizer(optimizer)
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copied DDP, such as a moving average, averages densely: None stands for the strategy in what it keeps of hooks."""
+        return type(None), ()
+
     @property
     def codec(self) -> Codec | None:
         """The codec of the next round; `handle.codec.levels` are the levels that ALQ or AMQ has learned so far."""
