@@ -167,6 +167,7 @@ class ParameterGossip(OwnModelAttachment):
 
     def _combine(self) -> None:
         if not self.strategy.overlap:
+            self._rounds.absorb()  # one that was saved in flight, by a run with overlap
             if self._record.was_updated:
                 self._rounds.run()
         elif self._record.steps_since_begin >= self.strategy.staleness:

@@ -582,6 +582,13 @@ class LocalUpdates(OwnModelAttachment):
 
     # ---- state: saved, restored, handed to a worker that joins ----
 
+    def _identity(self) -> dict[str, Any]:
+        """With the outer optimizer, because the saved one brings its learning rate and momentum along."""
+        outer = self.strategy.outer or PLAIN_AVERAGING
+        # A function that makes it has no notation.
+        text = repr(outer) if isinstance(outer, OuterSGD) else type(self._outer).__name__
+        return super()._identity() | {"outer optimizer": text}
+
     @torch.no_grad()
     def _loaded(self, redistributed: bool) -> None:
         if not redistributed:
