@@ -235,6 +235,10 @@ def test_models_that_cannot_train_are_refused_by_name():
         model.weight = nn.Parameter(torch.ones(1, 2).expand(2, 2))
         with pytest.raises(ValueError, match=r"elements of parameter 'weight', shape \(2, 2\).*share memory"):
             tw.compress_gradients(model, SPARSE, comm=comm)
+        model = nn.Linear(2, 2)
+        model.register_buffer("graph", torch.eye(2).to_sparse())
+        with pytest.raises(ValueError, match=r"'graph' is sparse \(torch.sparse_coo\).*plain attribute"):
+            tw.compress_gradients(model, SPARSE, comm=comm)
 
     alone(worker)
 

@@ -85,7 +85,8 @@ def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 
     Raises:
-        ValueError: a tensor has no storage (meta device) or is a conjugate view, or a parameter's elements share memory.
+        ValueError: a tensor is sparse, has no storage (meta device) or is a conjugate view, or a parameter's elements share
+            memory.
     """
     for name, t in _tensors(model):
         require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
@@ -93,6 +94,11 @@ def check_model(call: str, model: nn.Module) -> None:
             t.device.type != "meta",
             f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
             "model.to_empty(device=...)",
+        )
+        require(
+            t.layout == torch.strided,
+            f"{call}: {name!r} is sparse ({t.layout}), and workers compare and send dense tensors; make it a plain attribute "
+            "of its module in place of a buffer, or a dense tensor",
         )
         require(
             not t.is_conj(),
