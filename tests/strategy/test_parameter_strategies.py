@@ -216,6 +216,20 @@ def test_a_parameter_whose_elements_share_memory_is_refused_by_name(kind):
     run(1, worker)
 
 
+@every_strategy
+def test_parameters_that_share_memory_are_refused_by_name(kind):
+    def worker(comm):
+        model, memory = Small(), torch.ones(8)
+        model.first, model.second = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])  # parts of one tensor are apart
+        model.tied = nn.Parameter(torch.ones(3, 4))
+        ATTACH[kind](model, sgd(model), comm).detach()
+        model.tied.data = model.matrix.data
+        with pytest.raises(ValueError, match=f"{CALLS[kind]}: parameters 'matrix' and 'tied' share memory"):
+            ATTACH[kind](model, sgd(model), comm)
+
+    run(2, worker)
+
+
 EXACT = {
     "mix": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c),
     "mix-overlap": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c, overlap=True),

@@ -113,6 +113,26 @@ def check_model(call: str, model: nn.Module) -> None:
         )
 
 
+def check_apart(call: str, parameters: NamedParameters) -> None:
+    """Make sure that what is added to one parameter is not added to another one too.
+
+    Raises:
+        ValueError: two parameters begin at the same place in memory.
+    """
+    places: dict[tuple[int, int], str] = {}
+    for name, p in parameters:
+        held = local(p)
+        # An address would need real memory, which the tensors of the planner lack.
+        first = (
+            places.setdefault((held.untyped_storage()._cdata, held.storage_offset()), name) if held.numel() else name
+        )
+        require(
+            first == name,
+            f"{call}: parameters {first!r} and {name!r} share memory, so that each round would move it twice; tie them as one "
+            "parameter, by assigning the parameter itself and not its data",
+        )
+
+
 def check_one_device(call: str, parameters: NamedParameters) -> None:
     """Make sure that the parameters can be encoded together.
 
