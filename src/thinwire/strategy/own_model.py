@@ -21,7 +21,7 @@ from .base import Attachment, AveragerAttachment
 from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
-from .model.models import check_apart, make_equal, trainable, trained_by, unexpanded, updated_by
+from .model.models import make_equal, trainable, trained_by, unexpanded, updated_by
 from .model.optimizer_step import Arguments, makes_state_only, stepping_optimizer, without_autocast
 from .model.own_gradients import OwnGradients
 from .strategy import Averaging, Runtime
@@ -68,7 +68,6 @@ class OwnModelAttachment(AveragerAttachment):
         self._optimizer = stepping_optimizer(self.call, optimizer)
         updated = updated_by(self.call, self._optimizer, model)
         super().__init__(strategy, model, trainable(model) if self.takes_all else updated, runtime)
-        check_apart(self.call, self.parameters)
 
     def consensus_distance(self, comm: Communicator | None = None) -> float:
         """How far workers' models are from their mean: `sqrt(1/W sum_i |z_i - mean|^2)`. Does not change the training.

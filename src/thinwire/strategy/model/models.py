@@ -114,7 +114,7 @@ def check_model(call: str, model: nn.Module) -> None:
 
 
 def check_apart(call: str, parameters: NamedParameters) -> None:
-    """Make sure that what is added to one parameter is not added to another one too.
+    """Make sure that a round in place on one parameter does not move another one too.
 
     Raises:
         ValueError: two parameters begin at the same place in memory.
