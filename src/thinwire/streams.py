@@ -151,7 +151,7 @@ def load_solvers(device: torch.device) -> None:
     if has_streams(device) and device not in _loaded:
         with _solvers:
             if device not in _loaded:
-                torch.linalg.qr(torch.ones(1, 1, device=device))
+                torch.linalg.qr(torch.ones(1, 1, dtype=torch.float32, device=device))
                 _loaded.add(device)
 
 

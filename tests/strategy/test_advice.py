@@ -195,6 +195,47 @@ def test_only_rank_0_warns():
     assert len([w for w in seen if "loses what" in str(w.message)]) == 1
 
 
+def accumulated_alone(model, optimizers, handle):
+    with handle.no_sync():
+        model(torch.ones(1, 2)).sum().backward()
+
+
+def differentiated(model, optimizers, handle):
+    model.weight.grad = torch.autograd.grad(model(torch.ones(1, 2)).sum(), model.weight)[0]
+
+
+def accumulated(model, optimizers, handle):
+    accumulated_alone(model, optimizers, handle)
+    model(torch.ones(1, 2)).sum().backward()
+
+
+def stepped_by_another(model, optimizers, handle):
+    accumulated(model, optimizers, handle)
+    optimizers[1].step()
+
+
+@pytest.mark.parametrize(
+    "differentiate, drifts",
+    [(accumulated_alone, True), (differentiated, True), (accumulated, False), (stepped_by_another, False)],
+)
+@pytest.mark.parametrize("first", [0, 1])
+def test_steps_on_gradients_that_nothing_has_averaged_are_warned_of_once(differentiate, drifts, first):
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2)]
+        with tw.compress_gradients(model, tw.Mean(), comm=comm) as handle:
+            for step in range(first + 2):
+                (accumulated if step < first else differentiate)(model, optimizers, handle)
+                optimizers[0].step()
+                optimizers[0].zero_grad()
+                optimizers[0].step()  # without gradients nothing happens
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tw.LocalWorld(2).run(worker)
+    assert sum("SGD steps, and no backward pass has averaged" in str(w.message) for w in seen) == drifts
+
+
 def test_the_warm_up_of_sparse_counts_steps_and_bytes():
     def worker(comm):
         model, sent = nn.Linear(100, 100, bias=False), []

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import time
 import weakref
 
@@ -15,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parallel.distributed import _MixedPrecision
+from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
 
@@ -232,6 +235,10 @@ def test_models_that_cannot_train_are_refused_by_name():
         model.weight = nn.Parameter(torch.ones(1, 2).expand(2, 2))
         with pytest.raises(ValueError, match=r"elements of parameter 'weight', shape \(2, 2\).*share memory"):
             tw.compress_gradients(model, SPARSE, comm=comm)
+        model = nn.Linear(2, 2)
+        model.register_buffer("graph", torch.eye(2).to_sparse())
+        with pytest.raises(ValueError, match=r"'graph' is sparse \(torch.sparse_coo\).*plain attribute"):
+            tw.compress_gradients(model, SPARSE, comm=comm)
 
     alone(worker)
 
@@ -312,6 +319,31 @@ def attached_again_worker(comm):
 
 def test_a_ddp_takes_another_strategy_after_one_was_detached_but_no_hook_beside_ones_own():
     spawn(2, attached_again_worker)
+
+
+def copied_worker(comm):
+    def step(ddp):
+        ddp.zero_grad()
+        ddp(torch.full((1, 2), float(comm.rank))).sum().backward()
+        return next(ddp.parameters()).grad.tolist()
+
+    model = nn.Linear(2, 2)
+    attached, hooked = DistributedDataParallel(nn.Linear(2, 2)), DistributedDataParallel(model)
+    handle = tw.compress_gradients(attached, tw.Mean())
+    state, hook = tw.strategy.gradient_hook(model, tw.Mean())
+    hooked.register_comm_hook(state, hook)
+    for ddp, strategy in ((attached, handle), (hooked, state)):
+        mean = step(ddp)
+        sent = strategy.ledger.bytes_sent
+        for one in (AveragedModel(ddp), copy.deepcopy(ddp), pickle.loads(pickle.dumps(ddp))):
+            assert step(one) == mean == [[0.5, 0.5]] * 2 and strategy.ledger.bytes_sent == sent
+        strategy.detach()
+    with tw.compress_gradients(copy.deepcopy(attached), tw.Mean()):
+        pass
+
+
+def test_a_copy_of_an_attached_ddp_is_a_plain_ddp():
+    spawn(2, copied_worker)
 
 
 def dropped_worker(comm):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import threading
 
@@ -553,6 +554,24 @@ def test_half_precision_parameters_are_mixed_in_float32():
         return model.matrix[0, 0].item()
 
     assert tw.LocalWorld(2).run(worker) == [1.5, 1.5]
+
+
+def test_a_round_that_was_saved_in_flight_is_absorbed_in_the_next_step_without_overlap():
+    def worker(comm):
+        model = Bowl(comm.rank)
+        optimizer = OPTIMIZERS["sgd"](model.parameters())
+        with tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm, overlap=True) as handle:
+            train_step(model, optimizer)
+            own, saved = copy.deepcopy(model.state_dict()), handle.state_dict()
+        with tw.gossip_parameters(model, optimizer, tw.Mix(), comm=comm) as handle:
+            model.load_state_dict(own)
+            handle.load_state_dict(saved)
+            train_step(model, optimizer)
+            before = flat(model)
+            handle.synchronize()
+            return torch.equal(before, flat(model))
+
+    assert tw.LocalWorld(2).run(worker) == [True, True]
 
 
 def test_detach_ends_it():

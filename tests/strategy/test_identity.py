@@ -110,6 +110,28 @@ def test_another_configurations_state_is_refused(averager, model, message):
     tw.LocalWorld(1).run(worker)
 
 
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        ("", "outer=OuterSGD()", r"is OuterSGD\(lr=1.0, momentum=0.0, nesterov=False\), expected OuterSGD\(\)$"),
+        ("outer=OuterSGD()", "outer=OuterSGD(lr=0.5)", r"is OuterSGD\(\), expected OuterSGD\(lr=0.5\)$"),
+    ],
+)
+def test_another_outer_optimizers_state_is_refused(before, after, message):
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, f"Local(Mean(), every=4, {before})", comm=comm) as handle:
+            saved = handle.state_dict()
+        with (
+            tw.attach(model, optimizer, f"Local(Mean(), every=4, {after})", comm=comm) as handle,
+            pytest.raises(ValueError, match="another configuration: its outer optimizer " + message),
+        ):
+            handle.load_state_dict(saved)
+
+    tw.LocalWorld(1).run(worker)
+
+
 @pytest.mark.parametrize("before, after", [(1, 2), (2, 1)])
 @pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Muon], ids=lambda kind: kind.__name__)
 def test_a_run_of_the_default_goes_on_with_more_or_fewer_workers(before, after, optimizer):

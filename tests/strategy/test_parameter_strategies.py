@@ -216,6 +216,27 @@ def test_a_parameter_whose_elements_share_memory_is_refused_by_name(kind):
     run(1, worker)
 
 
+def test_gossip_refuses_parameters_that_share_memory_by_name():
+    def worker(comm):
+        model, memory = Small(), torch.ones(8)
+        model.first, model.second = nn.Parameter(memory[:4]), nn.Parameter(memory[4:])  # parts of one tensor are apart
+        model.tied = nn.Parameter(torch.ones(3, 4))
+        tw.gossip_parameters(model, sgd(model), tw.Mix(), comm=comm).detach()
+        model.tied.data = model.matrix.data
+        with pytest.raises(ValueError, match="Gossip: parameters 'matrix' and 'tied' share memory"):
+            tw.gossip_parameters(model, sgd(model), tw.Mix(), comm=comm)
+        for strategy in ("Local(Mean(), every=1)", "Asynchronous()"):  # which average copies
+            optimizer = sgd(model)
+            with tw.attach(model, optimizer, strategy, comm=comm) as handle:
+                start = model.matrix.detach().clone()
+                for gradient in (float(comm.rank), 0.0):
+                    step(model, optimizer, gradient)
+                handle.synchronize()
+                assert torch.allclose(model.matrix, start - 1.0)  # the optimizer itself moves the memory twice
+
+    run(2, worker)
+
+
 EXACT = {
     "mix": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c),
     "mix-overlap": lambda m, o, c: tw.gossip_parameters(m, o, tw.Mix(), comm=c, overlap=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -496,6 +497,31 @@ def test_a_quorum_of_more_workers_than_there_are_is_refused():
     strategy = tw.parse("Local(Mean(), 4, quorum=Quorum(3, stale=Drop()))")
     with pytest.raises(ValueError, match="quorum of 3 workers cannot come of 2"):
         run_threads(2, train, strategy, 1)
+
+
+def looks_while_workers_train(comm):
+    model = make_model()
+    optimizer = adamw(model)
+    with tw.attach(model, optimizer, "asynchronous_diloco(every=4)", comm=comm) as handle:
+        for epoch in range(2):
+            if comm.rank == 0:  # the others are in another epoch yet
+                handle.set_epoch(epoch)
+            backward(model, comm.rank, epoch)
+            optimizer.step()
+        for what, look in {
+            "average_model()": lambda: handle.average_model().__enter__(),
+            "consensus_distance()": handle.consensus_distance,
+            "state_dict()": handle.state_dict,
+        }.items():
+            with pytest.raises(ValueError, match=rf"call synchronize\(\) on all of them, then {re.escape(what)}$"):
+                look()
+        handle.synchronize()
+        with handle.average_model():
+            assert handle.consensus_distance() == 0
+
+
+def test_workers_at_different_versions_are_not_compared():
+    run_threads(2, looks_while_workers_train)
 
 
 def test_the_notation_knows_it():

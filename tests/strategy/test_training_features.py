@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 from helpers.spawn import device_mesh, spawn
 from torch import nn
@@ -152,3 +153,29 @@ def worker(comm):
 
 def test_features_train_to_the_weights_of_one_process():
     spawn(4, worker)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Gradients(Mean(LowRank(rank=2), ErrorFeedback()))",
+        "Local(Mean(SVD(rank=2), ErrorFeedback()), every=1)",
+        "Gossip(Choco(codec=SVD(rank=2), step_size=0.5))",
+    ],
+)
+def test_backward_and_steps_inside_of_autocast_average_in_float32(strategy):
+    def worker(comm, autocast):
+        model = nn.ParameterDict({"weight": torch.full((10, 12), 0.1)})  # whose own backward has no product of matrices
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, strategy, comm=comm):
+            for step in range(2):
+                x = torch.randn(10, 12, generator=torch.Generator().manual_seed(10 * step + comm.rank))
+                optimizer.zero_grad()
+                loss = (model.weight * x).square().sum()
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    loss.backward()
+                    optimizer.step()
+        return model.weight
+
+    expected, found = (tw.LocalWorld(2).run(worker, autocast) for autocast in (False, True))
+    assert all(map(torch.equal, found, expected))

@@ -231,4 +231,7 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
 def result_buffers(tensors: Sequence[Tensor]) -> list[Tensor]:
     """A contiguous float32 buffer for the result of each tensor: the tensor itself if it is one, else new memory."""
     in_place = [t.dtype == torch.float32 and t.is_contiguous() for t in tensors]
-    return [t if here else debug.empty(t.shape, device=t.device) for t, here in zip(tensors, in_place, strict=True)]
+    return [
+        t if here else debug.empty(t.shape, dtype=torch.float32, device=t.device)
+        for t, here in zip(tensors, in_place, strict=True)
+    ]

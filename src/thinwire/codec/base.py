@@ -160,13 +160,13 @@ class Codec(Algorithm, ABC):
         finite, outs = self.decode_sum(payloads, out, weight, key), as_list(out)
         if any(o.is_meta for o in outs):  # a plan: there are no values
             return finite
-        senders = [torch.zeros(o.numel(), device=o.device) for o in outs]
+        senders = [torch.zeros(o.numel(), dtype=torch.float32, device=o.device) for o in outs]
         for payload in payloads:
             sent = self.support(payload, [o.shape for o in outs], key)
             if sent is None:
                 torch._foreach_add_(senders, 1.0)
             else:
-                ones = torch.ones(sent.indices.numel(), device=payload.device)
+                ones = torch.ones(sent.indices.numel(), dtype=torch.float32, device=payload.device)
                 kernels.scatter.add(senders, sent.indices, ones, sent.counts, 1.0)
         for o, num in zip(outs, senders, strict=True):
             o.div_(num.clamp(min=1.0).view(o.shape))  # an element that no payload carries stays zero

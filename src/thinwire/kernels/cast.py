@@ -107,7 +107,7 @@ def _encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] |
     has_scales = WIDTHS[dtype] == 1
     scales, parts = [], []
     for i, x in enumerate(xs):
-        scale = _power_of_two(x, dtype) if has_scales else torch.ones((), device=x.device)
+        scale = _power_of_two(x, dtype) if has_scales else torch.ones((), dtype=torch.float32, device=x.device)
         # The reciprocal of a power of two is exact, so this product is the quotient.
         codes = _narrowed(x * (torch.ones_like(scale) / scale), dtype)
         scales.append(scale.view(1))
@@ -121,7 +121,7 @@ def _encode(xs: list[Tensor], out: Tensor, dtype: str, residuals: list[Tensor] |
 def _decode_add(payload: Tensor, outs: list[Tensor], weight: float, dtype: str) -> None:
     width = WIDTHS[dtype]
     scales, codes = split_scales(payload, len(outs) if width == 1 else 0)
-    scales = scales if width == 1 else torch.ones(len(outs), device=payload.device)
+    scales = scales if width == 1 else torch.ones(len(outs), dtype=torch.float32, device=payload.device)
     for out, step in zip(outs, scales * float32(weight, payload.device), strict=True):
         part, codes = codes.tensor_split([out.numel() * width])
         out += _widened(part.clone(), dtype) * step  # a copy, because it may start at any address

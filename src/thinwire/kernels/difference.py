@@ -275,7 +275,7 @@ def _squeeze_add(
 
 
 def _decoded(payload: Tensor, xs: list[Tensor], factor: float, quantizer: Quantizer) -> Tensor:
-    vector = torch.empty(sum(numels_of(xs)), device=payload.device)
+    vector = torch.empty(sum(numels_of(xs)), dtype=torch.float32, device=payload.device)
     quantize.decode_sum([payload], list(vector.split(numels_of(xs))), factor, quantizer)
     return vector
 

@@ -165,7 +165,7 @@ def _vectors(
     for i, (x, n, p) in enumerate(zip(xs, rows, ps, strict=True)):
         sides = (n, x.numel() // n) if left else (x.numel() // n, n)
         _check_factor(f"ps[{i}]", p, sides[0], device)
-        outs.append(debug.empty(p.shape[0], sides[1], device=device))
+        outs.append(debug.empty(p.shape[0], sides[1], dtype=torch.float32, device=device))
     return [p.detach() for p in ps], outs
 
 

@@ -124,7 +124,7 @@ def decode(payload: Tensor, numel: int, bits: int) -> Tensor:
         numel: elements.
         bits: as given to `encode`.
     """
-    out = torch.empty(numel + 1, device=payload.device)
+    out = torch.empty(numel + 1, dtype=torch.float32, device=payload.device)
     quantize.decode_sum([payload], [out], 1.0, _quantizer(bits))
     return out[:-1]
 
@@ -154,7 +154,7 @@ def _checked(
 
 @kernel
 def _encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: float) -> tuple[Tensor, Tensor]:
-    x = torch.cat([torch.empty(0, device=out.device), *xs])
+    x = torch.cat([torch.empty(0, dtype=torch.float32, device=out.device), *xs])
     wrapped = wrap(x, modulus)
     # The last value is the largest, so that the bucket's scale is B/2.
     values = torch.cat([wrapped, wrapped.new_full((1,), modulus / 2)])
@@ -177,7 +177,7 @@ def _sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tenso
 @kernel
 def _add(outs: list[Tensor], payloads: list[Tensor], weights: list[float], bits: int) -> None:
     numels = numels_of(outs)
-    change = torch.zeros(sum(numels), device=payloads[0].device)
+    change = torch.zeros(sum(numels), dtype=torch.float32, device=payloads[0].device)
     for theirs, weight in zip(payloads[1:], weights, strict=True):
         change.add_(_crossings(payloads[0], theirs, sum(numels), bits).float() * weight)
     for out, part in zip(outs, change.split(numels), strict=True):

@@ -125,7 +125,7 @@ def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float, bucke
 def _means(x: Tensor, bucket_size: int) -> Tensor:
     """(num_buckets, 2): the means of each bucket's negative elements and of its others, 0 where there are none."""
     if x.numel() == 0:
-        return torch.empty(0, 2, device=x.device)
+        return torch.empty(0, 2, dtype=torch.float32, device=x.device)
     rows, zero = rows_of(x.double(), bucket_size), torch.zeros((), dtype=torch.float64, device=x.device)
     negative = rows < 0
     # Ones are padded with zeros like the elements, so that padding does not count.

@@ -55,7 +55,7 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
         raise ValueError(f"chunk: expected at least 1, got {chunk}")
     device = device_of(xs)
     checked = segments("xs", xs, device)
-    norms = debug.empty(sum(-(-n // chunk) for n in numels_of(xs)), device=device)
+    norms = debug.empty(sum(-(-n // chunk) for n in numels_of(xs)), dtype=torch.float32, device=device)
     _chunk_norms.on[device.type](checked, chunk, norms)
     return norms
 

@@ -97,7 +97,7 @@ def spread(scales: Tensor, bucket_size: int, x: Tensor) -> Tensor:
 
 def scale_bytes(scales: Sequence[Tensor], device: torch.device) -> Tensor:
     """Float32 scales as bytes, with one NaN for all NaNs."""
-    flat = torch.cat([torch.empty(0, device=device), *scales])
+    flat = torch.cat([torch.empty(0, dtype=torch.float32, device=device), *scales])
     return torch.where(flat.isnan(), torch.full_like(flat, float("nan")), flat).view(torch.uint8)
 
 

@@ -162,7 +162,7 @@ def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch
 @kernel
 def _gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     values = [x[index] for x, index in _checked_pieces(xs, indices, counts)]
-    return torch.cat([torch.empty(0, device=indices.device), *values])
+    return torch.cat([torch.empty(0, dtype=torch.float32, device=indices.device), *values])
 
 
 @kernel

@@ -124,5 +124,5 @@ def _decode_sum(payloads: list[Tensor], outs: list[Tensor], weight: float) -> Fl
 
 def _mean_magnitude(x: Tensor) -> Tensor:
     if x.numel() == 0:
-        return torch.zeros(1, device=x.device)
+        return torch.zeros(1, dtype=torch.float32, device=x.device)
     return (tree_sum(x.abs()) / torch.full((1,), x.numel(), dtype=torch.float64, device=x.device)).float()

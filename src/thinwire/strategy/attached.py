@@ -20,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ..average.base import NamedTensors
 from ..comm import Communicator
-from .model.optimizer_step import Arguments, makes_state_only
+from .model.optimizer_step import Arguments, makes_state_only, without_autocast
 
 if TYPE_CHECKING:
     from .base import AveragerAttachment
@@ -106,7 +106,7 @@ def require_free(call: str, comm: Communicator) -> None:
 @functools.cache
 def _set_hook() -> None:
     """From the first strategy on, for good: taking the hook off would disturb optimizers that step in other threads."""
-    register_optimizer_step_pre_hook(torch.compiler.disable(_before_step))
+    register_optimizer_step_pre_hook(torch.compiler.disable(without_autocast(_before_step)))
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments:

@@ -191,7 +191,7 @@ class AveragerAttachment(Attachment):
         return self.strategy.models_differ
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell schedules such as `GeometricWarmup` which epoch begins. All workers call it.
+        """Tell schedules such as `GeometricWarmup` which epoch begins. All workers call it; with a quorum each when it likes.
 
         Raises:
             ValueError: on all workers, if their epochs differ.
@@ -199,7 +199,8 @@ class AveragerAttachment(Attachment):
         """
         require_integer("epoch", epoch, 0)
         self._ready()
-        if not self.comm.is_elastic:  # there, workers are made equal instead
+        # Elastic workers are made equal instead, and those with a quorum are at different steps.
+        if not self.comm.is_elastic and not self.strategy.counts_commits:
             self.comm.check_agreement({"epoch": epoch})
         self._advisor.epoch_begins()
         for state, _ in self._averaged():

@@ -67,8 +67,8 @@ def check_identity(call: str, saved: dict[str, Any], own: dict[str, Any], is_ela
         require(
             theirs["world_size"] == before, f"{where} of {_worker(entry)} beside that of {_worker(found[0])}; {remedy}"
         )
-        for field in ("strategy", "averager", "tensors"):
-            there, here = _first_difference(theirs[field], own[field])
+        for field in (name for name in own if name not in ("rank", "world_size")):
+            there, here = _first_difference(theirs.get(field, "(absent)"), own[field])
             if 1 in (before, size) and before != size and {there, here} <= set(CHOICES):
                 continue  # the default of one worker is another than that of several
             require(there == here, f"{where} of another configuration: its {field} is {there}, expected {here}")

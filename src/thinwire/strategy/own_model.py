@@ -22,7 +22,7 @@ from .model.ddp import DdpRefusal, unwrapped
 from .model.live_parameters import LiveParameters
 from .model.mean_model import consensus_distance, holding_mean
 from .model.models import make_equal, trainable, trained_by, unexpanded, updated_by
-from .model.optimizer_step import Arguments, makes_state_only, stepping_optimizer
+from .model.optimizer_step import Arguments, makes_state_only, stepping_optimizer, without_autocast
 from .model.own_gradients import OwnGradients
 from .strategy import Averaging, Runtime
 
@@ -148,7 +148,9 @@ class OwnModelAttachment(AveragerAttachment):
             if self._ddp.process_group.size() > 1 and not self.strategy.counts_commits:
                 self._on_detach(self._leave_mean)
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
-        after_step = torch.compiler.disable(lambda *_: None if makes_state_only() else self._after_step())
+        after_step = torch.compiler.disable(
+            without_autocast(lambda *_: None if makes_state_only() else self._after_step())
+        )
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
         own = {id(p) for _, p in self.parameters}
         beside = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in own]

@@ -142,7 +142,7 @@ def decoded(layout: FlatLayout, codec: Codec, payload: Tensor, factor: float = 1
         payload: of all tensors together.
         factor: of the payload.
     """
-    flat = debug.empty(layout.numel, device=payload.device)
+    flat = debug.empty(layout.numel, dtype=torch.float32, device=payload.device)
     finite = codec.decode_sum([payload], layout.split(flat), factor) if layout.names else True
     return flat, finite
 

@@ -57,7 +57,7 @@ class FlatLayout:
         """A new vector of all elements, in `dtype`."""
         self.check(tensors)
         if not tensors:
-            return torch.empty(0, device="cpu")
+            return torch.empty(0, dtype=torch.float32, device="cpu")
         return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors])
 
     def split(self, flat: Tensor) -> list[Tensor]:

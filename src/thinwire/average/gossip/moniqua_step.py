@@ -108,8 +108,8 @@ class MoniquaStepControl(State):
             theta: the bound to start with.
             fixed: what the user has set of "theta" and "step_size".
         """
-        maxima = Maxima(topology, size, torch.full((3,), UNKNOWN, device=device))
-        seen, failed = torch.full((2,), UNKNOWN, device=device), float32(0.0, device)
+        maxima = Maxima(topology, size, torch.full((3,), UNKNOWN, dtype=torch.float32, device=device))
+        seen, failed = torch.full((2,), UNKNOWN, dtype=torch.float32, device=device), float32(0.0, device)
         step_size = fixed.get("step_size", 0.0)
         return cls(maxima, theta, step_size, tuple(fixed), theta, seen, failed)
 

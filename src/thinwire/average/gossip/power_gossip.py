@@ -249,7 +249,10 @@ class _HalfStep:
         for products in self._products(x):
             for peer, product in zip(self.p, products, strict=True):
                 messages[peer].append(product.t().reshape(-1))
-        return {peer: torch.cat(parts) if parts else torch.empty(0, device="cpu") for peer, parts in messages.items()}
+        return {
+            peer: torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
+            for peer, parts in messages.items()
+        }
 
     def _products(self, x: Parts) -> list[list[Tensor]]:
         """Each matrix times each edge's p, in one read for all neighbours; with a shared p, one product serves all."""
@@ -299,7 +302,7 @@ def _orthonormal(p: Tensor, signs: bool) -> Tensor:
     """The columns of p made orthonormal, or rounded to signs; not finite if p is zero or not finite."""
     norm: Tensor = torch.linalg.vector_norm(p)
     if signs:
-        rounded = torch.where(p < 0, -1.0, 1.0) / math.sqrt(p.shape[0])
+        rounded = torch.where(p < 0, -torch.ones_like(p), 1.0) / math.sqrt(p.shape[0])
         # Dividing by False gives infinity, and `norm * 0` keeps NaN: no branch on the host is needed.
         return rounded / (norm > 0) + norm * 0.0
     if p.shape[1] == 1:

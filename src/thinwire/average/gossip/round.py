@@ -126,7 +126,11 @@ class Round:
         """
         messages = message if isinstance(message, dict) else dict.fromkeys(self.sends, message)
         # A worker without neighbours in this step has no message to size buffers by.
-        like = message if isinstance(message, Tensor) else next(iter(message.values()), torch.empty(0, device="cpu"))
+        like = (
+            message
+            if isinstance(message, Tensor)
+            else next(iter(message.values()), torch.empty(0, dtype=torch.float32, device="cpu"))
+        )
         receives = {peer: debug.empty_like(like) for peer in sorted(self.receives)}
         handle = self.comm.exchange(messages, receives)
 

@@ -38,7 +38,7 @@ def flat(parts: Parts) -> Tensor:
         >>> flat([torch.ones(2), torch.zeros(1)])
         tensor([1., 1., 0.])
     """
-    return torch.cat(parts) if parts else torch.empty(0, device="cpu")
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
 
 
 def move(tensors: NamedTensors, dtype: torch.dtype, apply: Apply) -> kernels.Flag:

@@ -94,10 +94,12 @@ class Dion(Averager):
     def init(self, tensors: NamedTensors, comm: Communicator, seed: int = 0) -> DionState:
         check_agreement(self, tensors, comm, seed)
         matrices = [(name, t) for name, t in tensors if gains(t, self.rank)]
-        empty = {name: torch.empty((0, columns(t)), device=t.device) for name, t in matrices}
+        empty = {name: torch.empty((0, columns(t)), dtype=torch.float32, device=t.device) for name, t in matrices}
         return DionState(
             seed=seed,
-            momentum={name: torch.zeros((len(t), columns(t)), device=t.device) for name, t in matrices},
+            momentum={
+                name: torch.zeros((len(t), columns(t)), dtype=torch.float32, device=t.device) for name, t in matrices
+            },
             q={name: _unit_rows(warm_start(q, seed, name, self.rank), q) for name, q in empty.items()},
         )
 

@@ -138,7 +138,7 @@ class PowerSGD(Averager):
         return PowerSGDState(
             seed=seed,
             memory=None if self.memory is None else check_state(self.memory.init(matrices), self.memory),
-            q={name: torch.empty(0, columns(t), device=t.device) for name, t in matrices},
+            q={name: torch.empty(0, columns(t), dtype=torch.float32, device=t.device) for name, t in matrices},
         )
 
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:

@@ -28,7 +28,7 @@ def has_common_support(codec: Codec) -> bool:
     # These codecs choose by magnitude, each worker for itself.
     if codec.traits.sparse is not None:
         return False
-    x, key = torch.ones(64, device="cpu"), Key(0, 0, 0)
+    x, key = torch.ones(64, dtype=torch.float32, device="cpu"), Key(0, 0, 0)
     # A support of None means that every element is sent.
     return codec.traits.shared_key or codec.support(codec.encode([x], [key]), [x.numel()], [key]) is None
 

@@ -57,7 +57,11 @@ class RuleState(State):
     @classmethod
     def of(cls, rule: Rule, tensors: Sequence[tuple[str, Tensor]], size: int) -> RuleState:
         """The state before the first round of `size` workers."""
-        center = {name: torch.zeros(t.numel(), device=t.device) for name, t in tensors} if rule.has_center else {}
+        center = (
+            {name: torch.zeros(t.numel(), dtype=torch.float32, device=t.device) for name, t in tensors}
+            if rule.has_center
+            else {}
+        )
         return cls(center, [0] * size)
 
     def combine(

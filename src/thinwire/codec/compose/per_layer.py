@@ -96,7 +96,11 @@ class PerLayer(Codec):
             torch.arange(n, dtype=torch.int32, device=payload.device) if indices is None else indices
             for n, indices in zip(numels, found, strict=True)
         ]
-        return Selection(torch.cat(whole), torch.empty(0, device=payload.device), [len(indices) for indices in whole])
+        return Selection(
+            torch.cat(whole),
+            torch.empty(0, dtype=torch.float32, device=payload.device),
+            [len(indices) for indices in whole],
+        )
 
     @cached_property
     def _groups(self) -> list[CodecGroup]:

@@ -201,7 +201,7 @@ class Transformed(Wrapper):
         outs = as_list(out)
         self._check_decoding(payloads, outs)
         shapes, keys = [o.shape for o in outs], [] if key is None else as_list(key)
-        ys = [torch.empty(o.numel(), device=o.device) for o in outs]
+        ys = [torch.empty(o.numel(), dtype=torch.float32, device=o.device) for o in outs]
         for group, parts in split_groups(payloads, self._groups(shapes), [o.numel() for o in outs]):
             group.codec.decode_mean(parts, group.of(ys), weight, group.of(keys) or None)
         for o, y in zip(outs, ys, strict=True):

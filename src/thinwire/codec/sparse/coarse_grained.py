@@ -168,10 +168,12 @@ class ChunkElements(Sparsifier):
 
 def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[Size]) -> Selection:
     """The positions of a payload: decode it with ones in place of its values."""
-    ones = torch.ones(values_nbytes // 4, device=payload.device).view(torch.uint8)
+    ones = torch.ones(values_nbytes // 4, dtype=torch.float32, device=payload.device).view(torch.uint8)
     marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), list(numels))
     indices = [mark.flatten().nonzero().flatten().int() for mark in marks]
-    return Selection(torch.cat(indices), torch.empty(0, device=payload.device), [i.numel() for i in indices])
+    return Selection(
+        torch.cat(indices), torch.empty(0, dtype=torch.float32, device=payload.device), [i.numel() for i in indices]
+    )
 
 
 def encode_chunks(

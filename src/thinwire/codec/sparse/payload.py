@@ -50,7 +50,7 @@ class SparseCodec(Codec):
             indices, counts, _ = sparsifier.read_support(payload, numels, keys)
         except ValueError as error:
             raise self._undecodable([payload], sum(numels), error) from error
-        return Selection(indices, torch.empty(0, device=payload.device), counts)
+        return Selection(indices, torch.empty(0, dtype=torch.float32, device=payload.device), counts)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return encode_sparse(*self.selector_and_values(), segments, keys, residuals)

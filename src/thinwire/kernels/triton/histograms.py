@@ -142,7 +142,7 @@ def select(
     before = torch.empty(2 * plan.num_tiles, dtype=torch.int32, device=device)
     groups = torch.empty(2 * plan.choosing.num_tiles, dtype=torch.int32, device=device)
     totals = torch.empty(2 * num, dtype=torch.int32, device=device)
-    candidates = torch.empty(plan.num_slots, device=device)
+    candidates = torch.empty(plan.num_slots, dtype=torch.float32, device=device)
     positions = torch.empty(plan.num_slots, dtype=torch.int32, device=device)
     launch(_sample, num, device, plan.counting.rows, plan.ranks, bounds, *made_from, SOURCE=source, SAMPLE=SAMPLE)
     arguments = (bounds, found, places, candidates, positions, plan.num_tiles, *made_from)

@@ -56,7 +56,7 @@ def _make_and_select(
         _make(outs, sources, m, factor, kind)
         return select.topk(outs, counts)
     indices = torch.empty(sum(counts), dtype=torch.int32, device=outs[0].device)
-    values = torch.empty(sum(counts), device=outs[0].device)
+    values = torch.empty(sum(counts), dtype=torch.float32, device=outs[0].device)
     histograms.select(outs, counts, starts(counts)[:-1], indices, values, sources, m, factor, kind)
     return indices, values
 

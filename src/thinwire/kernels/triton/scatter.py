@@ -28,7 +28,7 @@ OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
 @family._gather.runs_on("triton")
 def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     # Zeros, because nothing is written for an index outside of its segment.
-    values = torch.zeros(indices.numel(), device=indices.device)
+    values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
     _start(xs, indices, values, counts, 0.0, "gather")
     return values
 

@@ -89,7 +89,7 @@ def largest(xs: list[Tensor]) -> list[float]:
 
 def _empty_selection(count: int, xs: list[Tensor]) -> tuple[Tensor, Tensor]:
     device = xs[0].device if xs else torch.device("cpu")
-    return torch.empty(count, dtype=torch.int32, device=device), torch.empty(count, device=device)
+    return torch.empty(count, dtype=torch.int32, device=device), torch.empty(count, dtype=torch.float32, device=device)
 
 
 def _select_in_rows(

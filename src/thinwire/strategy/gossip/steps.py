@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
-from ..model.models import NamedParameters
+from ..model.models import NamedParameters, check_apart
 from ..model.optimizer_step import Arguments, ScalerWatch, once_gradients_are_there
 from ..own_model import OwnModelAttachment
 from ..strategy import Runtime
@@ -43,6 +43,7 @@ class ParameterGossip(OwnModelAttachment):
     def __init__(self, strategy: Gossip, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime):
         super().__init__(strategy, model, optimizer, runtime)
         _require_exact(strategy.averager, self.parameters)
+        check_apart(self.call, self.parameters)
 
     def attach(self) -> None:
         """Connect the workers, and follow the optimizer's steps."""
@@ -167,6 +168,7 @@ class ParameterGossip(OwnModelAttachment):
 
     def _combine(self) -> None:
         if not self.strategy.overlap:
+            self._rounds.absorb()  # one that was saved in flight, by a run with overlap
             if self._record.was_updated:
                 self._rounds.run()
         elif self._record.steps_since_begin >= self.strategy.staleness:

@@ -78,6 +78,8 @@ class GradientCompression(AveragerAttachment):
         self._buckets: GradientBuckets | None = None
         self._rounds: GradientRounds | None = None
         self._saved: tuple[dict[str, Any], tuple[int, int]] | None = None
+        self._num_backward = 0
+        self._num_at_step: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._warn_unused: finalize[..., GradientCompression] | None = None
         require(
             ddp is None or strategy.bucket_bytes is None,
@@ -86,6 +88,10 @@ class GradientCompression(AveragerAttachment):
         )
         if optimizer is not None:
             self.check_optimizer(optimizer)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copied DDP, such as a moving average, averages densely: None stands for the strategy in what it keeps of hooks."""
+        return type(None), ()
 
     @property
     def codec(self) -> Codec | None:
@@ -208,18 +214,30 @@ class GradientCompression(AveragerAttachment):
         assert self._rounds is not None
         require(not self.is_detached, f"{self.call} was detached from this model; wrap the module in DDP anew")
         if first:
+            self._num_backward += 1
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
 
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         self._check_unchanged()
         self.check_optimizer(optimizer)
-        return once_gradients_are_there(arguments, lambda: self._drop_if_nonfinite(optimizer))
+        return once_gradients_are_there(arguments, lambda: self._look_at_gradients(optimizer))
 
-    def _drop_if_nonfinite(self, optimizer: Optimizer) -> None:
-        """Remove the gradients, so that optimizers leave parameters, momentum and step counts as they are."""
+    def _look_at_gradients(self, optimizer: Optimizer) -> None:
+        """Warn of gradients that nothing has averaged. Remove those of a step that is skipped.
+
+        So optimizers leave parameters, momentum and step counts as they are.
+        """
+        before, self._num_at_step[optimizer] = self._num_at_step.get(optimizer, 0), self._num_backward
+        held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
+        if before == self._num_backward and self.comm.size > 1 and any(p.grad is not None for p in held):
+            self._advisor.say_once(
+                f"{self.call}: {type(optimizer).__name__} steps, and no backward pass has averaged since its last step; "
+                "gradients of no_sync() alone, of torch.autograd.grad or set by hand are each worker's own, so that models "
+                "drift apart"
+            )
         if self._rounds is not None and self._rounds.skips:
-            for p in (p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names):
+            for p in held:
                 p.grad = None
 
     def _check_unchanged(self) -> None:

@@ -32,6 +32,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, refuse_capture
+from ..model.optimizer_step import without_autocast
 from ..model.shards import Replica
 from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
 from ..transaction import Transaction
@@ -87,6 +88,7 @@ class GradientRounds:
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
 
+    @without_autocast
     def launch(self, tensors: NamedTensors, buffer: Tensor, first: bool, last: bool) -> torch.futures.Future[Tensor]:
         """Begin to average a bucket; the future completes with `buffer` when `tensors` hold the mean.
 

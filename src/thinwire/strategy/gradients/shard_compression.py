@@ -228,7 +228,7 @@ def _decode(codec: Codec, payloads: Sequence[Tensor], out: Tensor, key: Key) -> 
     """Overwrite `out`, of any float dtype, by the sum of the payloads."""
     # Codecs write contiguous float32 only.
     is_direct = out.dtype == torch.float32 and out.is_contiguous()
-    buffer = out if is_direct else debug.empty(out.numel(), device=out.device)
+    buffer = out if is_direct else debug.empty(out.numel(), dtype=torch.float32, device=out.device)
     codec.decode_sum(payloads, buffer, 1.0, key)
     if not is_direct:
         out.copy_(buffer)

@@ -52,9 +52,10 @@ class Local(Averaging[LocalUpdates]):
     Another number of workers that loads a state goes on from the models of the last rounds. The steps since are lost, and rank
     0 warns of it; after `synchronize` on all workers there are none.
 
-    Parameters are looked up in the model at each step, so `p.data = ...` is fine. Converting, replacing, adding or unfreezing
-    parameters later is an error that names the parameter. float64 parameters have a float64 anchor; `Mix` and `PushSum` gossip
-    it in float64, and other averagers send its changes as float32. Complex parameters count as pairs of real numbers.
+    Parameters are looked up in the model at each step, so `p.data = ...` is fine, and counts as a change since the last round:
+    load pretrained weights before you attach. Converting, replacing, adding or unfreezing parameters later is an error that
+    names the parameter. float64 parameters have a float64 anchor; `Mix` and `PushSum` gossip it in float64, and other averagers
+    send its changes as float32. Complex parameters count as pairs of real numbers.
 
     Bytes per worker and round of a fragment: those of the averager for the fragment's tensors. `ledger.mean_bytes_sent` is the
     mean of all steps, and `ledger.peak_bytes_sent` the most of one round.

@@ -231,10 +231,7 @@ class LocalUpdates(OwnModelAttachment):
 
     def state_dict(self) -> dict[str, Any]:
         """As in `AveragerAttachment`; with a quorum, only right after `synchronize`. Not in the middle of an elastic round."""
-        require(
-            self._asynchronous is None or self._asynchronous.is_synchronized,
-            f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then save",
-        )
+        self._require_met("state_dict()")
         self._require_decided(any(fragment.is_sent for fragment in self._fragments))
         return super().state_dict()
 
@@ -345,6 +342,16 @@ class LocalUpdates(OwnModelAttachment):
         rounds.assign_blocks(leases)
 
     # ---- what the base asks for ----
+
+    def _require_met(self, what: str) -> None:
+        require(
+            self._asynchronous is None or self._asynchronous.is_synchronized,
+            f"{self.call}: with a quorum, workers are at different versions; call synchronize() on all of them, then {what}",
+        )
+
+    def _before_look(self, what: str, comm: Communicator | None) -> Communicator:
+        self._require_met(what)
+        return super()._before_look(what, comm)
 
     @property
     def _weight(self) -> float:
@@ -570,6 +577,13 @@ class LocalUpdates(OwnModelAttachment):
         warnings.warn(f"rank {self.comm.rank}: changes were not finite and are given up", RuntimeWarning, stacklevel=2)
 
     # ---- state: saved, restored, handed to a worker that joins ----
+
+    def _identity(self) -> dict[str, Any]:
+        """With the outer optimizer, because the saved one brings its learning rate and momentum along."""
+        outer = self.strategy.outer or PLAIN_AVERAGING
+        # A function that makes it has no notation.
+        text = repr(outer) if isinstance(outer, OuterSGD) else type(self._outer).__name__
+        return super()._identity() | {"outer optimizer": text}
 
     @torch.no_grad()
     def _loaded(self, redistributed: bool) -> None:

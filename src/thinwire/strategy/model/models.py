@@ -85,7 +85,8 @@ def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 
     Raises:
-        ValueError: a tensor has no storage (meta device) or is a conjugate view, or a parameter's elements share memory.
+        ValueError: a tensor is sparse, has no storage (meta device) or is a conjugate view, or a parameter's elements share
+            memory.
     """
     for name, t in _tensors(model):
         require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
@@ -93,6 +94,11 @@ def check_model(call: str, model: nn.Module) -> None:
             t.device.type != "meta",
             f"{call}: {name!r} is on the meta device, without values; materialise the model first, such as by "
             "model.to_empty(device=...)",
+        )
+        require(
+            t.layout == torch.strided,
+            f"{call}: {name!r} is sparse ({t.layout}), and workers compare and send dense tensors; make it a plain attribute "
+            "of its module in place of a buffer, or a dense tensor",
         )
         require(
             not t.is_conj(),
@@ -104,6 +110,26 @@ def check_model(call: str, model: nn.Module) -> None:
             unexpanded(local(p)).shape == local(p).shape,
             f"{call}: elements of parameter {name!r}, shape {tuple(p.shape)} and strides {p.stride()}, share memory, so that "
             "no step can update them apart; use a parameter of its own, such as nn.Parameter(p.clone())",
+        )
+
+
+def check_apart(call: str, parameters: NamedParameters) -> None:
+    """Make sure that a round in place on one parameter does not move another one too.
+
+    Raises:
+        ValueError: two parameters begin at the same place in memory.
+    """
+    places: dict[tuple[int, int], str] = {}
+    for name, p in parameters:
+        held = local(p)
+        # An address would need real memory, which the tensors of the planner lack.
+        first = (
+            places.setdefault((held.untyped_storage()._cdata, held.storage_offset()), name) if held.numel() else name
+        )
+        require(
+            first == name,
+            f"{call}: parameters {first!r} and {name!r} share memory, so that each round would move it twice; tie them as one "
+            "parameter, by assigning the parameter itself and not its data",
         )
 
 

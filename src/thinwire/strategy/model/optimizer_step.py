@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from ...algorithm import require, required
 
+P, T = ParamSpec("P"), TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
 
@@ -59,6 +61,23 @@ def makes_state_only() -> bool:
     while frame.f_back is not None and frame.f_code.co_name != "_init_optim_state":
         frame = frame.f_back
     return frame.f_code.co_name == "_init_optim_state"
+
+
+def without_autocast(call: Callable[P, T]) -> Callable[P, T]:
+    """The function for callers in `torch.autocast`, which would round products of matrices in it to half precision.
+
+    Example:
+        >>> with torch.autocast("cpu", torch.bfloat16):
+        ...     without_autocast(torch.mm)(torch.ones(1, 1), torch.ones(1, 1)).dtype
+        torch.float32
+    """
+
+    @functools.wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False):
+            return call(*args, **kwargs)
+
+    return called
 
 
 def refuse_in_backward(call: str, optimizer: Optimizer) -> None:

@@ -197,7 +197,7 @@ class Job:
             segments = [part for group in filled for part in group]
             if self.merged:
                 sizes = [sum(part.numel() for part in group) for group in filled]
-                segments = [debug.empty(size, device=self.dense.device) for size in sizes]
+                segments = [debug.empty(size, dtype=torch.float32, device=self.dense.device) for size in sizes]
             votes, used = self.codec.traits.votes, self._used(keys)
             if self.by_senders:
                 # `decode_mean` divides by the senders, so this undoes the division by W.
@@ -243,7 +243,9 @@ class Job:
         self, combine: Callable[[Tensor], Tensor], messages: Sequence[Tensor], totals: list[Tensor], dense_total: Tensor
     ) -> Flag:
         outs = [*totals, dense_total]
-        rows = debug.empty(len(messages), sum(out.numel() for out in outs), device=self.dense.device)
+        rows = debug.empty(
+            len(messages), sum(out.numel() for out in outs), dtype=torch.float32, device=self.dense.device
+        )
         for message, row in zip(messages, rows, strict=True):
             *parts, dense_part = split_like(row, outs)
             try:
@@ -467,7 +469,7 @@ def add_dense(messages: Sequence[Tensor], total: Tensor, weight: float) -> list[
 def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """A new float32 vector of all elements."""
     if not parts:
-        return torch.empty(0, device=device)
+        return torch.empty(0, dtype=torch.float32, device=device)
     return torch.cat([t.reshape(-1).to(torch.float32) for t in parts])
 
 

@@ -98,7 +98,9 @@ class OwnerMemory(ErrorFeedbackState):
         memory = cls({}, {}, wholes=wholes, owner=(rank, size), shares=shares)
         for name, whole in wholes.items():
             numel = split_numel(whole.rows, size, rank, shares) * whole.width
-            memory.residual[name], memory.spare[name] = (torch.zeros(numel, device=whole.device) for _ in range(2))
+            memory.residual[name], memory.spare[name] = (
+                torch.zeros(numel, dtype=torch.float32, device=whole.device) for _ in range(2)
+            )
         return memory
 
     def place(self, name: str, rank: int, size: int) -> slice:
@@ -115,7 +117,9 @@ class OwnerMemory(ErrorFeedbackState):
         """
         if not self.wholes:
             return
-        wholes = {name: torch.zeros(w.rows * w.width, device=w.device) for name, w in self.wholes.items()}
+        wholes = {
+            name: torch.zeros(w.rows * w.width, dtype=torch.float32, device=w.device) for name, w in self.wholes.items()
+        }
         if old is not None:
             for name, whole in wholes.items():
                 whole[old.place(name, *old.owner)] = old.residual[name]
@@ -216,7 +220,7 @@ def _reduce(job: Job, received: list[Tensor], dense_mean: Tensor, shard: Shard) 
     """The means of the decoded pieces, added in rank order; that of the dense pieces is added to `dense_mean`."""
     weight = 1.0 / job.comm.size
     payloads = add_dense(received, dense_mean, weight)
-    mean = [debug.empty(piece.shape, device=piece.device) for piece in shard.pieces]
+    mean = [debug.empty(piece.shape, dtype=torch.float32, device=piece.device) for piece in shard.pieces]
     keys = _piece_keys(job, shard, job.comm.rank + 1)
     job.of(shard.positions).decode(payloads, mean, weight, keys)
     return mean

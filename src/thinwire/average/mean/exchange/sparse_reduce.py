@@ -278,8 +278,8 @@ class SparseReduction:
     def _add(self, received: list[Tensor], counts: list[list[int]], dense_numel: int) -> tuple[Tensor, list[Tensor]]:
         """The mean of the dense pieces, and the sum of what came for each piece of this region, in rank order."""
         region, device = self.layout.pieces[self.team.rank], self.dense.device
-        sums = [torch.zeros(p.numel, device=device) for p in region]
-        dense_mean = torch.zeros(dense_numel, device=device)
+        sums = [torch.zeros(p.numel, dtype=torch.float32, device=device) for p in region]
+        dense_mean = torch.zeros(dense_numel, dtype=torch.float32, device=device)
         payloads = add_dense(received, dense_mean, 1.0 / self.job.comm.size)
         decoded = self._decode(payloads, counts, [region] * len(payloads))
         for (indices, values), of_pieces in zip(decoded, counts, strict=True):
