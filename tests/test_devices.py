@@ -1,4 +1,4 @@
-"""The library makes no tensor on PyTorch's default device, which a user may have set to a GPU."""
+"""The library makes no tensor on PyTorch's default device or of its default dtype, which a user may have set."""
 
 from __future__ import annotations
 
@@ -11,23 +11,28 @@ LIBRARY = Path(thinwire.__file__).parent
 LEFT_OUT = ("lab/",)
 MAKERS = {"arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn", "randperm",
           "tensor", "zeros"}  # fmt: skip
+OF_DEFAULT_DTYPE = {"empty", "eye", "linspace", "ones", "rand", "randn", "zeros"}  # whatever they are given
 
 
-def is_on_the_default_device(node: ast.AST) -> bool:
-    if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MAKERS):
-        return False
-    module = node.func.value
-    return isinstance(module, ast.Name) and module.id in ("torch", "debug") and "device" not in {
-        keyword.arg for keyword in node.keywords
-    }  # fmt: skip
+def made_without(keyword: str, makers: set[str], left_out: tuple[str, ...]) -> list[str]:
+    """Where the library makes a tensor and does not name its device or dtype."""
+    return [
+        f"{path.relative_to(LIBRARY)}:{node.lineno}"
+        for path in sorted(LIBRARY.rglob("*.py"))
+        if not str(path.relative_to(LIBRARY)).startswith(left_out)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in makers
+        and isinstance(node.func.value, ast.Name)
+        and node.func.value.id in ("torch", "debug")
+        and keyword not in {named.arg for named in node.keywords}
+    ]
 
 
 def test_every_tensor_is_made_on_a_named_device():
-    found = [
-        f"{path.relative_to(LIBRARY)}:{node.lineno}"
-        for path in sorted(LIBRARY.rglob("*.py"))
-        if not str(path.relative_to(LIBRARY)).startswith(LEFT_OUT)
-        for node in ast.walk(ast.parse(path.read_text()))
-        if is_on_the_default_device(node)
-    ]
-    assert found == []
+    assert made_without("device", MAKERS, LEFT_OUT) == []
+
+
+def test_every_tensor_is_made_of_a_named_dtype():
+    assert made_without("dtype", OF_DEFAULT_DTYPE, (*LEFT_OUT, "testing/")) == []

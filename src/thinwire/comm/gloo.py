@@ -50,7 +50,9 @@ class GlooPeers:
         """
         for peer in set(range(self.group.size())) - {self.group.rank()}:
             with contextlib.suppress(RuntimeError, ValueError), until_exit():
-                self.group.recv([torch.empty(1, device="cpu")], peer, HANG_UP_TAG).wait(timedelta(milliseconds=1))
+                self.group.recv([torch.empty(1, dtype=torch.float32, device="cpu")], peer, HANG_UP_TAG).wait(
+                    timedelta(milliseconds=1)
+                )
 
 
 def _begin(operation: Callable[..., Any], message: TaggedMessage) -> Any:

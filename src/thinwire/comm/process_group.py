@@ -105,7 +105,7 @@ class ProcessGroupCommunicator(Communicator):
             if "cpu" not in self._backends:
                 self.device = self._gpu
             # NCCL connects in a group's first operation, in which all ranks must take part.
-            self.all_reduce(torch.zeros(1, device=self._gpu)).wait()
+            self.all_reduce(torch.zeros(1, dtype=torch.float32, device=self._gpu)).wait()
         if self._backends.get("cpu") == "gloo":
             self._sums = self._sums_over_gloo()
         self.ledger = Ledger(self.size)  # what connecting took is no traffic of the run

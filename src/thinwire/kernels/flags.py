@@ -107,7 +107,9 @@ def check_faults(device: torch.device) -> None:
     Raises:
         ValueError: if there are any.
     """
-    counters = fault_counters(torch.empty(0, device=device).device)  # a tensor's device has its index
+    counters = fault_counters(
+        torch.empty(0, dtype=torch.float32, device=device).device
+    )  # a tensor's device has its index
     raise_counted(counters, counters.tolist())
 
 

@@ -135,7 +135,9 @@ def record(
 
     def on(device: str) -> list[Program]:
         mail: Mail = defaultdict(deque)
-        tensors: NamedTensors = [(f"t{i}", torch.zeros(shape, device=device)) for i, shape in enumerate(shapes)]
+        tensors: NamedTensors = [
+            (f"t{i}", torch.zeros(shape, dtype=torch.float32, device=device)) for i, shape in enumerate(shapes)
+        ]
         recorders = [Recorder(rank, size, workers_per_node, shares) for rank in ranks]
         return [_record(averager, tensors, recorder, mail, workers_per_node, round) for recorder in recorders]
 

@@ -155,7 +155,11 @@ class _Evenly(Sparsifier):
     def select(self, segments: list[Tensor], keys: list[int]) -> Selection:
         self.sized.note("encode", sum(s.numel() for s in segments))
         counts = [self.count(s.numel()) for s in segments]
-        return Selection(_evenly(counts, [s.numel() for s in segments]), torch.zeros(sum(counts), device="cpu"), counts)
+        return Selection(
+            _evenly(counts, [s.numel() for s in segments]),
+            torch.zeros(sum(counts), dtype=torch.float32, device="cpu"),
+            counts,
+        )
 
 
 class _SizedParts(SparseParts):
@@ -169,7 +173,7 @@ class _SizedParts(SparseParts):
     def decode(self, message: Tensor, counts: list[int], numels: list[int]) -> tuple[Tensor, Tensor]:
         assert isinstance(self.sparsifier, _Evenly)
         self.sparsifier.sized.note("decode", sum(numels))
-        return _evenly(counts, numels), torch.zeros(sum(counts), device="cpu")
+        return _evenly(counts, numels), torch.zeros(sum(counts), dtype=torch.float32, device="cpu")
 
 
 def _evenly(counts: list[int], numels: list[int]) -> Tensor:

@@ -320,7 +320,7 @@ class ElasticCommunicator(Communicator):
 
     def open_round(self, members: Members | None) -> None:
         if members is not None:
-            self.all_gather(torch.ones(1, device="cpu")).wait()  # all have regrouped
+            self.all_gather(torch.ones(1, dtype=torch.float32, device="cpu")).wait()  # all have regrouped
             if not self._all_open(True):
                 raise CommunicationError(f"worker {self.number}: another of its processes has not regrouped")
             # A worker that missed this vote keeps the lower count, and is healed in the next round.

@@ -122,10 +122,10 @@ def check_apart(call: str, parameters: NamedParameters) -> None:
     places: dict[tuple[int, int], str] = {}
     for name, p in parameters:
         held = local(p)
+        if not held.numel():
+            continue
         # An address would need real memory, which the tensors of the planner lack.
-        first = (
-            places.setdefault((held.untyped_storage()._cdata, held.storage_offset()), name) if held.numel() else name
-        )
+        first = places.setdefault((held.untyped_storage()._cdata, int(held.storage_offset())), name)
         require(
             first == name,
             f"{call}: parameters {first!r} and {name!r} share memory, so that each round would move it twice; tie them as one "

@@ -12,7 +12,8 @@ from torch.optim import Optimizer
 
 from ...algorithm import require, required
 
-P, T = ParamSpec("P"), TypeVar("T")
+P = ParamSpec("P")
+T = TypeVar("T")
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of `Optimizer.step` as its pre-hooks get and replace them; the first one is the optimizer."""
 
