@@ -72,6 +72,10 @@ class Gradients(Averaging[GradientCompression]):
     made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others. One that
     all workers freeze later gets no gradient any more.
 
+    A run that goes on from saved states has the bits of one that was not interrupted. With `exchange="sparse_reduce"` or
+    `granularity="bucket"` that holds for plain modules: DDP arranges its buckets anew after its first step, and what these
+    choose of a bucket changes with it.
+
     Gradients of every dtype are averaged in float32, and come back in their own dtype. So float64 gradients lose digits, and
     one above 3.4e38 counts as infinite.
 
