@@ -523,6 +523,13 @@ def test_a_disconnected_topology_is_found_and_refused_by_gossip():
         check_averager(tw.Choco(pairs), sizes=(4,), named=False)
 
 
+@pytest.mark.parametrize("averager", [tw.Mix, tw.PushSum], ids=lambda averager: averager.__name__)
+def test_gossip_refuses_a_graph_whose_parts_would_agree_alone(averager):
+    """Each pair of workers came to a mean of its own, without a word."""
+    with pytest.raises(ValueError, match=r"does not connect 4 workers: .* rank 0 both ways with the ranks \[1, 3\]"):
+        tw.LocalWorld(4).run(lambda comm: averager(Shifts(distance=2)).init([("w", torch.zeros(4))], comm))
+
+
 @dataclass(frozen=True, repr=False)
 class OneWay(tw.topology.Topology):
     """Every worker sends to the next rank, and waits for it."""

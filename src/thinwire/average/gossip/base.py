@@ -47,7 +47,7 @@ from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
 from ..base import Averager, Before, NamedTensors, Pending, check_agreement
 from ..traits import AveragerTraits
-from .checks import check_matched
+from .checks import check_graph
 from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
@@ -186,7 +186,7 @@ class GossipAverager(Averager):
 
     def _check(self, size: int) -> None:
         self.topology.validate(size)
-        check_matched(self, size)
+        check_graph(self, size)
         self.check_topology(size)
 
     def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:
