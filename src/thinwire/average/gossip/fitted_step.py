@@ -93,9 +93,9 @@ class FittedStep(State):
         factor = torch.where(finite & (squares > 0), (product / squares).clamp(min=0.0), 1.0).float()
         # With the factor as it is sent, in float32.
         share = (factor.double() * product / size).clamp(0.0, 1.0).float()
-        measured = (self.kept >= 0) & (self.kept <= 1)
+        measured = (self.kept > UNKNOWN) & (self.kept < ZEROS)
         mean = torch.where(measured, MEMORY * self.kept + (1.0 - MEMORY) * share, share)
-        before = torch.where(measured | ~finite, self.kept, ZEROS)
+        before = torch.where(finite, torch.where(measured, self.kept, ZEROS), self.kept)
         self.kept = torch.where(finite & (size > 0), mean, before)
         self.factor = factor
 
@@ -115,7 +115,7 @@ class FittedStep(State):
         agreed = self.maxima.received(_trailer(message)[1:] for message in messages.values())
         if agreed is not None:
             rates, smallest = difference_rates(self.maxima.topology, self.maxima.size), -agreed[0]
-            self.step_size = torch.where(smallest <= 1, step_for(smallest, *rates), 0.0)
+            self.step_size = torch.where(smallest < ZEROS, step_for(smallest, *rates), 0.0)
 
     def diagnostics(self) -> dict[str, float]:
         """The step size in force, and the share of its vectors that this worker's codec keeps."""
