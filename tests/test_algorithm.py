@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 
+import numpy as np
 import pytest
 
 import thinwire as tw
@@ -78,3 +79,27 @@ def test_algorithms_without_checks_of_their_own_refuse_it_too():
 def test_what_is_true_or_false_is_nothing_else(build, name):
     with pytest.raises(ValueError, match=f"{name} must be True or False, got"):
         build()
+
+
+@pytest.mark.parametrize("decorate", [lambda cls: cls, dataclasses.dataclass], ids=["no dataclass", "not frozen"])
+def test_a_class_that_is_no_frozen_dataclass_is_refused_when_it_is_made(decorate):
+    """Without it an error of `dataclasses` came from `repr`, and of `hash` from a cache."""
+
+    class Loose(Algorithm):
+        share: float = 0.5
+
+    with pytest.raises(ValueError, match=r"^Loose: write @dataclass\(frozen=True, repr=False\) above the class"):
+        decorate(Loose)()
+
+
+@pytest.mark.parametrize(
+    "build",
+    [
+        lambda: tw.TopK(np.float64(0.25)),
+        lambda: tw.schedule.Values(np.array([0.25, 0.5])),
+        lambda: tw.Mean(tw.TopK(tw.schedule.GeometricWarmup(np.logspace(-3, -1, 3)[1]))),
+    ],
+)
+def test_float64_of_numpy_is_a_float(build):
+    """Its `repr` is `np.float64(0.25)`, which `parse` does not read."""
+    assert tw.parse(repr(build())) == build()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
+import math
 import sys
 import threading
 import time
@@ -125,6 +126,7 @@ def test_only_text_is_read():
 def test_infinity_is_read_back():
     rule = tw.average.CenteredClipping(tau=float("inf"))
     assert tw.parse(repr(rule)) == rule
+    assert tw.parse("[-inf, inf]") == [-math.inf, math.inf]
 
 
 NEEDED = {  # arguments of names that need some

@@ -18,6 +18,7 @@ CASES = {
     "NUQSGD bits": lambda value: tw.NUQSGD(bits=value, bucket_size=64),
     "TopK ratio": lambda value: tw.TopK(value),
     "values of a chain": lambda value: tw.chain(tw.TopK(0.3), tw.QSGD(levels=value)),
+    "Huffman's symbols": lambda value: tw.chain(tw.TopK(0.3), tw.QSGD(bits=value), tw.codec.Huffman()),
     "equal tiles": lambda value: tw.chain(tw.codec.Tiles(8, divisors=True), tw.codec.BlockwiseTopK(value, block=40)),
 }
 VALUES = {

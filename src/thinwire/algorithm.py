@@ -27,6 +27,15 @@ class Algorithm:
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
+    def __new__(cls, *_: Any, **__: Any) -> Any:
+        """Refuse a class that is no frozen dataclass: it has no fields to print, compare or hash."""
+        frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        require(
+            frozen,
+            f"{cls.__name__}: write @dataclass(frozen=True, repr=False) above the class; its fields are its options",
+        )
+        return super().__new__(cls)
+
     def __init_subclass__(cls, **options: Any) -> None:
         """Check bools in every subclass before its own checks, which take True for 1, and any text for True."""
         super().__init_subclass__(**options)
@@ -37,11 +46,13 @@ class Algorithm:
             def checked(self: Algorithm) -> None:
                 _check_bools(self)
                 own(self)
+                _make_plain(self)
 
             cls.__post_init__ = checked  # type: ignore[method-assign]  # the same signature
 
     def __post_init__(self) -> None:
         _check_bools(self)
+        _make_plain(self)
 
     @functools.cached_property
     def is_constant(self) -> bool:
@@ -98,6 +109,20 @@ def _check_bools(algorithm: Algorithm) -> None:
             raise ValueError(f"{type(algorithm).__name__}: {field.name} must be of type {field.type}, got {value}")
         if field.type in ("bool", bool) and not isinstance(value, bool):
             raise ValueError(f"{type(algorithm).__name__}: {field.name} must be True or False, got {value!r}")
+
+
+def _make_plain(algorithm: Algorithm) -> None:
+    """Turn float64 of NumPy into float: its `repr` is no literal, so that `parse` could not read it."""
+    for field in dataclasses.fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if isinstance(value, (float, tuple)):
+            object.__setattr__(algorithm, field.name, _plain(value))
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return float(value) if isinstance(value, float) else value
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

@@ -186,6 +186,8 @@ class _Reader:
                 return float("inf")
             case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)):
                 return -value
+            case ast.UnaryOp(op=ast.USub(), operand=ast.Name(id="inf")):
+                return -float("inf")
             case ast.Tuple(elts=items):
                 return tuple(self.read(item, depth + 1) for item in items)
             case ast.List(elts=items):

@@ -37,6 +37,25 @@ def test_defaults_agree_on_a_ring_of_eight(averager):
     assert len({tuple(averager.diagnostics(state).values())[0] for state in states}) == 1
 
 
+@pytest.mark.parametrize("averager", [tw.Choco(), tw.Choco(codec=tw.TopK(0.1)), tw.DeepSqueeze()], ids=repr)
+@pytest.mark.parametrize("zeros", [[0], range(1, 8)], ids=["one of zeros", "all but one of zeros"])
+def test_workers_of_zeros_agree_too(averager, zeros):
+    """They measured nothing, and so nobody ever moved."""
+    x = starts()
+    x[list(zeros)] = 0.0
+    mean, before = x.mean(0), error(x)
+    gossip_in_lockstep(averager, x, 200)
+    assert before > 50 * error(x)
+    torch.testing.assert_close(x.mean(0), mean, rtol=0, atol=1e-4)
+
+
+def test_while_all_values_are_zeros_the_step_is_too():
+    """Otherwise the first values would move by the step of a codec without loss."""
+    averager, x = tw.Choco(codec=tw.TopK(0.1)), torch.zeros(8, 20, 20)
+    states = gossip_in_lockstep(averager, x, 20)
+    assert {averager.diagnostics(state)["step_size"] for state in states} == {0.0} and not x.any()
+
+
 @pytest.mark.parametrize("kind", [tw.Choco, tw.DeepSqueeze])
 def test_no_codec_makes_the_defaults_diverge(kind):
     """benchmarks/step_sizes.py does 5,000 rounds of this; these are the coarse ones and the fast divergence."""

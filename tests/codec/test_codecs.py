@@ -121,6 +121,18 @@ def test_topk_index_bits(ratio, bits):
     assert (tw.TopK(ratio).nbytes(n) - 4 * k) * 8 / k <= bits
 
 
+@pytest.mark.parametrize(
+    "links",
+    [
+        (tw.TopK(0.1), tw.QSGD(bits=4), tw.codec.Huffman()),
+        (tw.codec.DCT(8), tw.codec.BlockwiseTopK(0.1), tw.QSGD(bits=4)),
+    ],
+)
+def test_a_chain_goes_on_where_it_ended(links):
+    """It was refused, since a chain itself has no symbols and is no sparsifier."""
+    assert tw.chain(tw.chain(*links[:-1]), links[-1]) == tw.chain(*links)
+
+
 def test_chain_equals_its_parts_by_hand():
     """Top-k, then the quantizer on the kept values, scattered back."""
     x, key = torch.randn(3000, generator=torch.Generator().manual_seed(8)), tw.codec.Key(4, 5, 6)

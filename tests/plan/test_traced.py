@@ -136,10 +136,11 @@ def test_the_last_bucket_sends_its_second_message_while_the_first_is_waited_for(
     """`scatter_reduce` takes two latencies, for two buckets too."""
 
     def work(comm, num_buckets):
-        averager, tensors = tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce"), [("x", torch.ones(8, 8))]
+        averager = tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce")
+        tensors = [(f"x{i}", torch.ones(8, 8)) for i in range(num_buckets)]
         state = averager.init(tensors, comm)
         begun = comm.virtual_seconds()
-        for handle in [averager.step(state, tensors, comm) for _ in range(num_buckets)]:
+        for handle in [averager.step(state, [tensor], comm) for tensor in tensors]:
             handle.wait()
         return comm.virtual_seconds() - begun
 

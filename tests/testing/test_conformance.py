@@ -19,9 +19,12 @@ from thinwire.memory import ErrorFeedbackState
 from thinwire.schedule import Progress
 from thinwire.testing import (
     check_averager,
+    check_clip,
     check_codec,
     check_communicator,
+    check_exchange,
     check_memory,
+    check_rule,
     check_topology,
     check_traits,
 )
@@ -499,6 +502,95 @@ def test_a_topology_from_scratch_keeps_the_contract():
     check_topology(Shifts(), sizes=(1, 2, 5), named=False)
 
 
+@dataclass(frozen=True, repr=False)
+class Returning(tw.Cast):
+    """Returns what it is told to, in place of a payload."""
+
+    what: object = None
+
+    def encode_segments(self, segments, keys, residuals):
+        return self.what
+
+
+@dataclass(frozen=True, repr=False)
+class Fractional(tw.Cast):
+    """Counts bits, and divides."""
+
+    def nbytes(self, size):
+        return 8 * super().nbytes(size) / 8
+
+
+@dataclass(frozen=True, repr=False)
+class InDict(tw.ErrorFeedback):
+    def init(self, tensors, dense=()):
+        return {name: torch.zeros(t.numel()) for name, t in tensors}
+
+
+@dataclass(frozen=True, repr=False)
+class Bufferless(tw.ErrorFeedback):
+    def compensate(self, state, name, gradient, scale=1.0):
+        return None
+
+
+@dataclass(frozen=True, repr=False)
+class TensorRule(tw.average.Rule):
+    def combine(self, messages):
+        return messages.rows.mean(0)
+
+
+@dataclass(frozen=True, repr=False)
+class NoClip(tw.average.Clip):
+    def apply(self, gradient, num_workers, norm=None):
+        return None
+
+
+@dataclass(frozen=True, repr=False)
+class Halves(tw.topology.Topology):
+    """Gives a plain tuple, or a period that is no integer."""
+
+    period_of: float = 1
+
+    def _neighbours(self, rank, step, size):
+        return {(rank + 1) % size: 0.5}, {(rank - 1) % size: 0.5}, 0.5
+
+    def _period(self, size):
+        return self.period_of
+
+
+@pytest.mark.parametrize(
+    "check, message",
+    [
+        (lambda: check_codec("TopK(0.1)"), "expected an instance of a codec, derived from Codec, got 'TopK"),
+        (lambda: check_codec(tw.Cast), "expected an instance of a codec, derived from Codec, got <class"),
+        (
+            lambda: check_codec(Returning()),
+            r"unknown name 'Returning'.*must be registered with thinwire.notation.register",
+        ),
+        (lambda: check_codec(Returning(what=[1])), r"what=\[1\].: unhashable type: 'list'; use tuples"),
+        (lambda: check_codec(Returning(), named=False), "a payload is a vector of uint8, got NoneType"),
+        (lambda: check_codec(Fractional(), named=False), r"nbytes must be an int, got 2\.0"),
+        (lambda: check_memory(tw.TopK(0.1)), r"derived from Memory, got TopK\(ratio=0.1\)"),
+        (lambda: check_memory(Bufferless(), named=False), "compensate returns a flat float32 buffer, got NoneType"),
+        (lambda: check_averager(tw.TopK(0.1)), r"derived from Averager, got TopK\(ratio=0.1\)"),
+        (lambda: check_rule(TensorRule(), named=False), "combine returns a Combined, got torch.float32 of shape"),
+        (lambda: check_clip(NoClip(), named=False), r"the result must be torch.float32 of shape \(\), got NoneType"),
+        (lambda: check_topology(Halves(), named=False), r"_neighbours returns Neighbours, got \({1: 0.5}"),
+        (lambda: check_topology(Halves(1.5), named=False), "the period must be 1 or more, got 1.5"),
+        (lambda: check_exchange("ring"), "derived from Exchange, got 'ring'"),
+    ],
+)
+def test_a_mistake_is_named_where_it_was_made(check, message):
+    """They were errors of Python, from the depths of a suite."""
+    with pytest.raises(AssertionError, match=message) as caught:
+        check()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_memory_whose_state_is_a_dict_is_refused():
+    with pytest.raises(TypeError, match=r"InDict.*its state must be a dataclass derived from .*State.*got dict"):
+        check_memory(InDict(), named=False)
+
+
 @pytest.mark.parametrize(
     "topology, message",
     [
@@ -521,6 +613,13 @@ def test_a_disconnected_topology_is_found_and_refused_by_gossip():
         check_topology(pairs, sizes=(4,), named=False)
     with pytest.raises(ValueError, match="does not connect 4 workers"):
         check_averager(tw.Choco(pairs), sizes=(4,), named=False)
+
+
+@pytest.mark.parametrize("averager", [tw.Mix, tw.PushSum], ids=lambda averager: averager.__name__)
+def test_gossip_refuses_a_graph_whose_parts_would_agree_alone(averager):
+    """Each pair of workers came to a mean of its own, without a word."""
+    with pytest.raises(ValueError, match=r"does not connect 4 workers: .* rank 0 both ways with the ranks \[1, 3\]"):
+        tw.LocalWorld(4).run(lambda comm: averager(Shifts(distance=2)).init([("w", torch.zeros(4))], comm))
 
 
 @dataclass(frozen=True, repr=False)

@@ -444,8 +444,8 @@ def test_a_rule_from_scratch_keeps_the_contract():
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        (Double(), r"the result of finite rows must be a vector of torch.float32, \(40,\), got torch.float64, \(40,\)"),
-        (Column(), r"must be a vector of torch.float32, \(40,\), got torch.float32, \(1, 40\)"),
+        (Double(), r"the result of finite rows must be a vector, torch.float32 of shape \(40,\), got torch.float64"),
+        (Column(), r"must be a vector, torch.float32 of shape \(40,\), got torch.float32 of shape \(1, 40\)"),
         (InPlace(), "combine changed the rows"),
         (Drifting(), "combine changed the last result"),
         (Remembering(), "the same messages give other bits later"),
@@ -456,7 +456,7 @@ def test_a_rule_from_scratch_keeps_the_contract():
         (Expecting(), "4 workers and 4 left out: the result of finite rows must be finite"),
         (Halved(), "norms come with what was dropped"),
         (Swapped(), "dropped must be from 0 to the norms"),
-        (Narrow(), r"norms must be a vector of torch.float64, \(8,\), got torch.float32, \(8,\)"),
+        (Narrow(), r"norms must be a vector, torch.float64 of shape \(8,\), got torch.float32"),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )

@@ -70,11 +70,13 @@ class AveragerState(State):
         progress: rounds and epochs, which schedules follow.
         finite: whether all results of the round so far were finite as the tensors hold them; `commit` alone reads it.
         clock: times the phases of rounds.
+        stepped: the names of the tensors that were stepped in this round.
     """
 
     progress: Progress = shared(default=Progress())
     finite: Flag = pending(default=True)
     clock: Clock = config(default_factory=Clock)
+    stepped: set[str] = pending(default_factory=set)
 
 
 class Averager(Algorithm, ABC):
@@ -193,6 +195,7 @@ def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicat
 
     Floats have 16 bits or more. It names each difference and its rank.
     """
+    check_pairs(tensors, comm.rank)
     names = [name for name, _ in tensors]
     require(len(set(names)) == len(names), f"rank {comm.rank}: tensor names must be unique")
     described = {f"tensor {i}": f"{name} {tuple(t.shape)} {t.dtype}" for i, (name, t) in enumerate(tensors)}
@@ -205,6 +208,29 @@ def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicat
             f"tensor {name!r} is {t.dtype}, and averagers take real floats of 16 bits or more; pass torch.view_as_real(tensor) "
             "of a complex tensor, or tensor.float()",
         )
+
+
+def check_pairs(tensors: NamedTensors, rank: int) -> None:
+    """Raise ValueError unless tensors are a list of pairs. A generator has nothing left when it is read a second time."""
+    is_list = isinstance(tensors, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in tensors)
+    require(
+        is_list,
+        f"rank {rank}: tensors must be a list of pairs (name, tensor), such as list(model.named_parameters()), got "
+        f"{type(tensors).__name__}{' of something else' if isinstance(tensors, Sequence) else ''}",
+    )
+
+
+def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, rank: int) -> None:
+    """Raise ValueError unless there are tensors, each stepped once in a round; averagers of gradients begin `step` with it."""
+    check_pairs(tensors, rank)
+    require(len(tensors) > 0, f"rank {rank}: {averager}: step needs one tensor or more, got none")
+    again = [name for name, _ in tensors if name in state.stepped]
+    require(
+        not again,
+        f"rank {rank}: {averager}: {again[:5]} were stepped in this round already; call commit(state) at the end of each "
+        "round, or discard(state) to give it up",
+    )
+    state.stepped.update(name for name, _ in tensors)
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:

@@ -23,7 +23,7 @@ from ..comm import Communicator, Handle
 from ..membership import State, check_state, config, nested
 from ..options import require_kind
 from ..schedule import Progress
-from .base import Averager, Before, NamedTensors, check_agreement
+from .base import Averager, Before, NamedTensors, check_agreement, check_pairs
 from .traits import AveragerTraits
 
 
@@ -191,6 +191,7 @@ class ByName(Averager):
             self._children[pattern].check_names([name for name, owner in owners.items() if owner == pattern], rank)
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        check_pairs(tensors, comm.rank)
         parts = _split(tensors, state.owners, self._children)
 
         def begin() -> list[Handle]:

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..average import Averager
 from ..comm import Communicator, LocalWorld
 from ..membership import rewind
-from ..notation import parse
+from .algorithm import check_algorithm
 from .state import check_joining, check_redistribution, of_kind, same
 
 # Also a tensor of one dimension, which `Mean` sends dense unless `min_ndim` is lower.
@@ -47,8 +47,7 @@ def check_averager(
         >>> from thinwire.testing import check_averager
         >>> check_averager(tw.Mean(tw.TopK(0.1), tw.ErrorFeedback()), sizes=(2,))
     """
-    if named:
-        assert parse(repr(averager)) == averager, f"parse({averager!r}) gives another averager"
+    check_algorithm(averager, Averager, named)
     for size in sizes:
         world, random_state = LocalWorld(size), torch.get_rng_state()
         plain = world.run(_rounds, averager, None)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..average import Clip
-from ..notation import parse
+from .algorithm import check_algorithm, described
 
 SHAPES = [(), (0,), (7,), (13, 5), (3, 4, 5)]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -34,9 +34,7 @@ def check_clip(clip: Clip, named: bool = True) -> None:
         >>> from thinwire.testing import check_clip
         >>> check_clip(tw.average.ClipByNorm(1.0))
     """
-    if named:
-        again = parse(repr(clip))
-        assert again == clip and hash(again) == hash(clip), f"parse({clip!r}) gives another clip"
+    check_algorithm(clip, Clip, named)
     random_state = torch.get_rng_state()
     for num_workers in (1, 4):
         for i, shape in enumerate(SHAPES):
@@ -87,10 +85,7 @@ def _apply(clip: Clip, gradient: Tensor, num_workers: int, norm: float = 2.0) ->
     clipped = clip.apply(gradient, num_workers, norm if clip.needs_norms else None)
     where = f"{clip}, {num_workers} workers, {gradient.dtype} of shape {tuple(gradient.shape)}"
     assert torch.equal(gradient.nan_to_num(), before.nan_to_num()), f"{where}: apply changed the gradient"
-    expected, got = (
-        f"torch.float32 of shape {tuple(gradient.shape)}",
-        f"{clipped.dtype} of shape {tuple(clipped.shape)}",
-    )
+    expected, got = f"torch.float32 of shape {tuple(gradient.shape)}", described(clipped)
     assert expected == got, f"{where}: the result must be {expected}, got {got}"
     is_new = not gradient.numel() or clipped.data_ptr() != gradient.data_ptr()
     assert is_new, f"{where}: the result must be a new tensor, got the memory of the gradient"

@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import kernels
 from ..codec import Codec, Key
 from ..codec.base import add_sections, join_payloads, split_payload
-from ..notation import parse
+from .algorithm import check_algorithm, described
 
 # 1500 and 9100 elements fill several buckets of 512 and leave a shorter last one.
 SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
@@ -40,10 +40,7 @@ def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "
         >>> from thinwire.testing import check_codec
         >>> check_codec(tw.TopK(0.1))
     """
-    if named:
-        again = parse(repr(codec))
-        # Hashes too, because caches have codecs as keys.
-        assert again == codec and hash(again) == hash(codec), f"parse({codec!r}) gives another codec"
+    check_algorithm(codec, Codec, named)
     device = torch.empty(0, device=device).device  # with its index
     for i, shape in enumerate(SHAPES):
         check_encoding(codec, _normal(shape, i, device), Key(seed=i))
@@ -84,7 +81,8 @@ def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
     payload = codec.encode(x, key, residual)
     where = f"{codec}, shape {tuple(x.shape)}"
     assert _same_bits(x, before), f"{where}: encode changed its input"
-    assert payload.dtype == torch.uint8 and payload.ndim == 1, f"{where}: a payload is a vector of uint8"
+    is_payload = isinstance(payload, Tensor) and payload.dtype == torch.uint8 and payload.ndim == 1
+    assert is_payload, f"{where}: a payload is a vector of uint8, got {described(payload)}"
     _check_size(codec, payload, codec.nbytes(x.shape), where)
     decoded = codec.decode(payload, x.shape, key)
     assert isinstance(decoded, Tensor) and decoded.shape == x.shape
@@ -164,6 +162,7 @@ def _check_summed(codec: Codec, payloads: list[Tensor], decoded: list[Tensor], k
 
 
 def _check_size(codec: Codec, payload: Tensor, expected: int, where: str) -> None:
+    assert type(expected) is int, f"{where}: nbytes must be an int, got {expected!r}"
     fits = payload.numel() == expected if codec.traits.fixed_size else payload.numel() <= expected
     assert fits, f"{where}: the payload has {payload.numel()} bytes, nbytes says {expected}"
 

@@ -62,6 +62,7 @@ def check_exchange(
         >>> from thinwire.testing import check_exchange
         >>> check_exchange(EXCHANGES["all_gather"], sizes=[3])
     """
+    assert isinstance(exchange, Exchange), f"expected an object of a class derived from Exchange, got {exchange!r}"
     random_state, accepted = torch.get_rng_state(), [codec for codec in codecs if _accepts(exchange, codec)]
     assert accepted, f"{exchange.word}: `check` refuses all of {', '.join(map(str, codecs))}"
     alone = [(size, 1) for size in sizes]

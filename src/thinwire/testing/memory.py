@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ..codec import Codec, Key, TopK
+from ..membership import check_state
 from ..memory import Memory
-from ..notation import parse
+from .algorithm import check_algorithm, described
 from .state import check_joining, check_redistribution, same
 
 NUMEL = 100
@@ -38,8 +39,7 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
         >>> from thinwire.testing import check_memory
         >>> check_memory(tw.ErrorFeedback())
     """
-    if named:
-        assert parse(repr(memory)) == memory, f"parse({memory!r}) gives another memory"
+    check_algorithm(memory, Memory, named)
     random_state = torch.get_rng_state()
     plain, state = _rounds(memory, codec, _init(memory), range(6))
     assert torch.equal(torch.get_rng_state(), random_state), f"{memory} touched the global random state"
@@ -74,7 +74,7 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
 
 
 def _init(memory: Memory) -> Any:
-    return memory.init([("w", torch.zeros(NUMEL, device="cpu"))])
+    return check_state(memory.init([("w", torch.zeros(NUMEL, device="cpu"))]), memory)
 
 
 def _rounds(memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0) -> tuple[list[Tensor], Any]:
@@ -91,7 +91,8 @@ def _round(memory: Memory, codec: Codec, state: Any, gradient: Tensor, step: int
     before = gradient.clone()
     x = memory.compensate(state, "w", gradient, scale)
     assert torch.equal(gradient, before), f"{memory}: compensate changed the gradient"
-    assert x.dtype == torch.float32 and x.shape == (NUMEL,), f"{memory}: compensate returns a flat float32 buffer"
+    is_buffer = isinstance(x, Tensor) and x.dtype == torch.float32 and x.shape == (NUMEL,)
+    assert is_buffer, f"{memory}: compensate returns a flat float32 buffer, got {described(x)}"
     payload = codec.encode(x, Key(step=step), x)
     mean = codec.decode(payload, NUMEL)
     assert isinstance(mean, Tensor)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..average import Rule
 from ..average.robust.base import Combined, Messages
-from ..notation import parse
+from .algorithm import check_algorithm, described
 
 NUMELS = [7, 0, 30, 3]
 LARGE = [1 << 17]  # elements whose sum PyTorch gives to several threads
@@ -36,9 +36,7 @@ def check_rule(rule: Rule, named: bool = True) -> None:
         >>> from thinwire.testing import check_rule
         >>> check_rule(tw.average.Krum(faulty=1))
     """
-    if named:
-        again = parse(repr(rule))
-        assert again == rule and hash(again) == hash(rule), f"parse({rule!r}) gives another rule"
+    check_algorithm(rule, Rule, named)
     size, random_state = max(8, rule.min_workers), torch.get_rng_state()
     rule.check_size(0, size)
     first = _combine(rule, _messages(rule, size))
@@ -75,6 +73,7 @@ def _combine(rule: Rule, messages: Messages, what: str = "finite rows") -> Combi
     rows, center = messages.rows.clone(), None if messages.center is None else messages.center.clone()
     combined, (k, n) = rule.combine(messages), rows.shape
     where = f"{rule}, {k} workers and {messages.left_out} left out"
+    assert isinstance(combined, Combined), f"{where}: combine returns a Combined, got {described(combined)}"
     assert torch.equal(messages.rows, rows), f"{where}: combine changed the rows"
     is_kept = messages.center is None or center is None or torch.equal(messages.center, center)
     assert is_kept, f"{where}: combine changed the last result, which Messages.center holds"
@@ -92,8 +91,8 @@ def _combine(rule: Rule, messages: Messages, what: str = "finite rows") -> Combi
 
 
 def _check_vector(what: str, vector: Tensor, dtype: torch.dtype, numel: int) -> None:
-    expected, got = f"{dtype}, ({numel},)", f"{vector.dtype}, {tuple(vector.shape)}"
-    assert expected == got, f"{what} must be a vector of {expected}, got {got}"
+    expected, got = f"{dtype} of shape {(numel,)}", described(vector)
+    assert expected == got, f"{what} must be a vector, {expected}, got {got}"
     assert vector.isfinite().all(), (
         f"{what} must be finite, got {int((~vector.isfinite()).sum())} elements that are not"
     )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from ..notation import parse
 from ..topology import Topology
+from ..topology.base import Neighbours
 from ..topology.properties import edge_weights
 from ..topology.speed import rounds_to_reach_all
+from .algorithm import check_algorithm
 
 
 def check_topology(topology: Topology, sizes: tuple[int, ...] = (1, 2, 4, 8), named: bool = True) -> None:
@@ -29,12 +30,13 @@ def check_topology(topology: Topology, sizes: tuple[int, ...] = (1, 2, 4, 8), na
         >>> from thinwire.testing import check_topology
         >>> check_topology(tw.Exponential(), sizes=(1, 2, 5, 8))
     """
-    if named:
-        again = parse(repr(topology))
-        # Hashes too, because caches have topologies as keys.
-        assert again == topology and hash(again) == hash(topology), f"parse({topology!r}) gives another topology"
+    check_algorithm(topology, Topology, named)
     for size in sizes:
-        steps, period = topology.steps(size), topology.period(size)
+        period = topology.period(size)
+        assert type(period) is int and period >= 1, (
+            f"{topology}, {size} workers: the period must be 1 or more, got {period!r}"
+        )
+        steps = topology.steps(size)
         for step in steps:
             _check_step(topology, step, size)
         for step in steps[-period:]:
@@ -46,6 +48,11 @@ def check_topology(topology: Topology, sizes: tuple[int, ...] = (1, 2, 4, 8), na
 
 def _check_step(topology: Topology, step: int, size: int) -> None:
     where = f"{topology}, {size} workers"
+    for rank in range(size):
+        own = topology.neighbours(rank, step, size)
+        assert isinstance(own, Neighbours), (
+            f"{where}, step {step}: _neighbours returns Neighbours, got {own!r} on rank {rank}"
+        )
     for (i, j), (given, taken) in edge_weights(topology, step, size).items():
         edge = f"{where}, step {step}, from {i} to {j}"
         assert i != j and 0 <= i < size and 0 <= j < size, f"{edge}: a peer must be another worker"

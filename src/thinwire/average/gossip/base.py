@@ -45,9 +45,9 @@ from ...comm import Communicator, Handle
 from ...membership import check_state
 from ...options import require_kind
 from ...topology import Hierarchical, Neighbours, Ring, Topology
-from ..base import Averager, Before, NamedTensors, Pending, check_agreement
+from ..base import Averager, Before, NamedTensors, Pending, check_agreement, check_pairs
 from ..traits import AveragerTraits
-from .checks import check_matched
+from .checks import check_graph
 from .layout import FlatLayout
 from .nodes import mix_nodes
 from .round import Apply, Arrive, GossipState, Round, add_vector
@@ -100,6 +100,7 @@ class GossipAverager(Averager):
             f"rank {comm.rank}: {self} has a round in flight; wait() for it before the next, or where an error broke it off, "
             "detach() the strategy and attach it again",
         )
+        check_pairs(tensors, comm.rank)
         state.layout.check(tensors)
         comm.ledger.dense_numel += state.layout.numel
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
@@ -186,7 +187,7 @@ class GossipAverager(Averager):
 
     def _check(self, size: int) -> None:
         self.topology.validate(size)
-        check_matched(self, size)
+        check_graph(self, size)
         self.check_topology(size)
 
     def regroup_memory(self, state: GossipState, tensors: NamedTensors, comm: Communicator, before: Before) -> None:

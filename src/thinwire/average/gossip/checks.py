@@ -10,6 +10,7 @@ from ...codec import Codec
 from ...options import require_number
 from ...topology.properties import edge_weights
 from ...topology.speed import difference_rates
+from ...topology.undirected import cut_off
 
 if TYPE_CHECKING:
     from .base import GossipAverager
@@ -35,16 +36,28 @@ def check_codec(averager: GossipAverager, codec: object) -> None:
     )
 
 
-def check_matched(averager: GossipAverager, size: int) -> None:
-    """Raise ValueError unless, in every step, each worker receives what others send to it: it would wait for ever."""
-    topology = averager.topology
-    for step in topology.steps(size):
+def check_graph(averager: GossipAverager, size: int) -> None:
+    """Raise ValueError unless each worker receives what others send to it, and the steps that repeat connect all workers.
+
+    Otherwise a worker would wait for ever, or each part of the graph would agree on a mean of its own.
+    """
+    topology, edges = averager.topology, set[tuple[int, int]]()
+    steps, period = topology.steps(size), topology.period(size)
+    for at, step in enumerate(steps):
         for (i, j), (given, taken) in edge_weights(topology, step, size).items():
             require(
                 given is not None and taken is not None and isclose(given, taken),
                 f"{averager}: from rank {i} to rank {j} of {size} workers at step {step}, the weight is {given} for the "
                 f"sender and {taken} for the receiver; see thinwire.testing.check_topology",
             )
+            if at >= len(steps) - period:
+                edges.add((i, j))
+    alone = cut_off(edges, size)
+    require(
+        not alone,
+        f"{averager}: {topology} does not connect {size} workers: no path joins rank 0 both ways with the ranks {alone[:8]}; "
+        "add edges between them",
+    )
 
 
 def check_doubly_stochastic(averager: GossipAverager, size: int) -> None:

@@ -16,7 +16,7 @@ nonzero eigenvalue of `I - P`, the step size is
 Without loss it is `2 / (mu_2 + mu_max)`, the fastest constant step of uncompressed gossip. With little kept it is
 `kept / (2 mu_max)`: a coordinate waits about 1/kept rounds until it is sent, and in that time its neighbours, which do not
 see it move, would overshoot with a step of twice that size. Until workers have agreed, the step is zero: the first rounds
-measure.
+measure. A worker that has encoded zeros alone lost nothing, and leaves it to the others.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from .maxima import Maxima
 MEMORY = 0.9  # of the running mean of the share that is kept
 TRAILER_NBYTES = 8  # the factor of the payload, and the largest loss that the sender knows of
 UNKNOWN = -1.0
+ZEROS = 2.0  # more than any share, so that it never is the smallest
 
 
 def step_for(kept: Tensor, slowest: float, fastest: float) -> Tensor:
@@ -63,7 +64,8 @@ class FittedStep(State):
 
     Attributes:
         maxima: the windows in which workers agree.
-        kept: running mean of the share that this worker's encodings keep; below 0 if none was measured yet.
+        kept: running mean of the share that this worker's encodings keep; below 0 if none was measured yet, and above 1 if
+            all of them were of zeros.
         step_size: the one in force; the same on all workers.
     """
 
@@ -82,8 +84,8 @@ class FittedStep(State):
         """Measure an encoding: sets `factor`, and updates `kept`.
 
         Args:
-            sums: float64 `[<c, c>, <v, c>, <v, v>]` of the vector v and its decoding c. If they are not finite, or v is
-                zero, nothing is measured.
+            sums: float64 `[<c, c>, <v, c>, <v, v>]` of the vector v and its decoding c. If they are not finite, nothing is
+                measured.
         """
         squares, product, size = sums
         finite = squares.isfinite() & size.isfinite()
@@ -91,8 +93,10 @@ class FittedStep(State):
         factor = torch.where(finite & (squares > 0), (product / squares).clamp(min=0.0), 1.0).float()
         # With the factor as it is sent, in float32.
         share = (factor.double() * product / size).clamp(0.0, 1.0).float()
-        mean = torch.where(self.kept < 0, share, MEMORY * self.kept + (1.0 - MEMORY) * share)
-        self.kept = torch.where(finite & (size > 0), mean, self.kept)
+        measured = (self.kept > UNKNOWN) & (self.kept < ZEROS)
+        mean = torch.where(measured, MEMORY * self.kept + (1.0 - MEMORY) * share, share)
+        before = torch.where(finite, torch.where(measured, self.kept, ZEROS), self.kept)
+        self.kept = torch.where(finite & (size > 0), mean, before)
         self.factor = factor
 
     def with_trailer(self, payload: Tensor, step: int) -> Tensor:
@@ -110,12 +114,12 @@ class FittedStep(State):
         """Merge what neighbours sent; at the end of a window, set the step size from it."""
         agreed = self.maxima.received(_trailer(message)[1:] for message in messages.values())
         if agreed is not None:
-            rates = difference_rates(self.maxima.topology, self.maxima.size)
-            self.step_size = step_for(-agreed[0], *rates)
+            rates, smallest = difference_rates(self.maxima.topology, self.maxima.size), -agreed[0]
+            self.step_size = torch.where(smallest < ZEROS, step_for(smallest, *rates), 0.0)
 
     def diagnostics(self) -> dict[str, float]:
         """The step size in force, and the share of its vectors that this worker's codec keeps."""
-        return {"step_size": self.step_size.item(), "kept": max(0.0, self.kept.item())}
+        return {"step_size": self.step_size.item(), "kept": min(1.0, max(0.0, self.kept.item()))}
 
 
 def opened(message: Tensor, fitted: bool) -> tuple[Tensor, float]:

@@ -24,7 +24,7 @@ from ... import kernels
 from ...comm import Communicator, Handle
 from ...membership import config, own, pending, shared
 from ...options import require_integer, require_number
-from ..base import Averager, AveragerState, NamedTensors, check_agreement
+from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement
 from ..traits import AveragerTraits
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
@@ -104,6 +104,7 @@ class Dion(Averager):
         )
 
     def step(self, state: DionState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        begin_step(self, state, tensors, comm.rank)
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         matrices = [(name, t.detach()) for name, t in tensors if name in state.q]
         dense = [t.detach() for name, t in tensors if name not in state.q]

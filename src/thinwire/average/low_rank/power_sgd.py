@@ -33,7 +33,7 @@ from ...membership import Form, check_state, config, copied, nested, pending, re
 from ...memory import ErrorFeedback, Memory
 from ...options import require_integer
 from ...schedule import Schedule, resolve
-from ..base import Averager, AveragerState, NamedTensors, check_agreement, copy_changed, result_buffers
+from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, copy_changed, result_buffers
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
@@ -142,6 +142,7 @@ class PowerSGD(Averager):
         )
 
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        begin_step(self, state, tensors, comm.rank)
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         rank = resolve(self, state.progress).rank
         assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"

@@ -34,7 +34,7 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, Before, NamedTensors, check_agreement, copy_changed, result_buffers
+from ..base import Averager, Before, NamedTensors, begin_step, check_agreement, copy_changed, result_buffers
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
@@ -263,6 +263,7 @@ class Mean(Averager):
         return cheapest(load).word, nodes
 
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
+        begin_step(self, state, tensors, comm.rank)
         targets = [(name, t.detach()) for name, t in tensors]
         comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
         job, codec = self._job(state, targets, comm, scale)
@@ -342,6 +343,7 @@ class Mean(Averager):
             state.meter.commit()
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite, state.codec_before = True, None
+        state.stepped.clear()
         return finite
 
     def discard(self, state: MeanState) -> None:
@@ -350,6 +352,7 @@ class Mean(Averager):
         if state.rule is not None:
             state.rule.judgement = None
         state.flights.clear()
+        state.stepped.clear()
         if self._follows_line:
             state.meter.discard(state.waited_seconds)
         state.finite, state.was_not_finite = True, False

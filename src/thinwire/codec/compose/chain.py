@@ -105,6 +105,8 @@ def chain(first: Codec | Transform, *links: Codec | Huffman | Rice) -> Codec:
         return Transformed(chain(codec, *coders) if coders else codec, first)
     require_kind("chain: the first link", first, Codec, "a codec such as TopK(0.01)")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
+    if isinstance(first, (Chain, Transformed)):
+        return chain(*first._links(), *links)
     *others, last = links
     if isinstance(last, Rice):
         if not isinstance(first, Sparsifier):

@@ -43,8 +43,9 @@ class HuffmanCoded(Wrapper):
     """The result of `chain(codec, Huffman())`: the payload is [the codec's scales][its symbols, coded]."""
 
     def __post_init__(self) -> None:
+        # With a schedule it is known at each moment, when `resolve` makes the codec of a round.
         require(
-            self.codec.symbols([1]) is not None,
+            not self.codec.is_constant or self.codec.symbols([1]) is not None,
             f"chain: {self.codec} has no symbols of up to 8 bits to code; use one that quantizes, such as QSGD(bits=4)",
         )
         super().__post_init__()

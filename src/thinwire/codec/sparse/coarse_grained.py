@@ -148,11 +148,11 @@ class AgreedChunks(Codec):
         return self.rule.values_nbytes(numels)
 
 
+@dataclass(frozen=True, repr=False)
 class ChunkElements(Sparsifier):
     """Selects all elements of the chunks that a worker would choose alone."""
 
-    def __init__(self, rule: CoarseGrainedTopK):
-        self.rule = rule
+    rule: CoarseGrainedTopK
 
     def __repr__(self) -> str:
         return repr(self.rule)

@@ -1,0 +1,63 @@
+"""Averagers in a loop of one's own, without a strategy: what such a loop forgets is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import thinwire as tw
+
+
+def stepped_without_commit(comm, averager):
+    tensors = [("w", torch.randn(6, 4)), ("v", torch.randn(3, 4))]
+    state = averager.init(tensors, comm)
+    averager.step(state, tensors, comm).wait()
+    averager.step(state, tensors, comm)
+
+
+def pairs_from_a_generator(comm, averager):
+    averager.init(torch.nn.Linear(4, 4).named_parameters(), comm)
+
+
+def pairs_from_a_generator_in_a_round(comm, averager):
+    model = torch.nn.Linear(4, 4)
+    state = averager.init(list(model.named_parameters()), comm)
+    averager.step(state, model.named_parameters(), comm).wait()
+
+
+def tensors_without_names(comm, averager):
+    averager.init([torch.zeros(4, 4)], comm)
+
+
+def no_tensors(comm, averager):
+    averager.step(averager.init([("w", torch.zeros(4, 4))], comm), [], comm)
+
+
+GRADIENTS = (tw.Mean(), tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()), tw.PowerSGD(), tw.average.Dion())
+ALL = (*GRADIENTS, tw.ByName({"*": tw.Mean()}), tw.Mix())
+
+
+@pytest.mark.parametrize(
+    ("worker", "averagers", "message"),
+    [
+        (
+            stepped_without_commit,
+            (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
+            r"\['w', 'v'\] were stepped in this round already",
+        ),
+        (no_tensors, GRADIENTS, "step needs one tensor or more"),
+        (
+            pairs_from_a_generator,
+            ALL,
+            r"must be a list of pairs .*such as list\(model.named_parameters\(\)\), got generator",
+        ),
+        (pairs_from_a_generator_in_a_round, ALL, "must be a list of pairs .*got generator"),
+        (tensors_without_names, ALL, "must be a list of pairs .*got list of something else"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_loop_of_ones_own_that_forgets_something_is_told(worker, averagers, message):
+    """Without `commit` memory kept nothing and random numbers repeated; a generator was empty, so nothing was averaged."""
+    for averager in averagers:
+        with pytest.raises(ValueError, match=message):
+            tw.LocalWorld(2).run(worker, averager)
