@@ -11,7 +11,10 @@ import contextlib
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+if TYPE_CHECKING:
+    from typing_extensions import Self  # of `typing` from Python 3.11 on
 
 Value = TypeVar("Value")
 
@@ -27,7 +30,7 @@ class Algorithm:
 
     __dataclass_fields__: ClassVar[dict[str, dataclasses.Field[Any]]]  # subclasses are dataclasses
 
-    def __new__(cls, *_: Any, **__: Any) -> Any:
+    def __new__(cls, *_: Any, **__: Any) -> Self:
         """Refuse a class that is no frozen dataclass: it has no fields to print, compare or hash."""
         frozen = dataclasses.is_dataclass(cls) and cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
         require(

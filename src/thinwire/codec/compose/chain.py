@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -106,7 +107,7 @@ def chain(first: Codec | Transform, *links: Codec | Huffman | Rice) -> Codec:
     require_kind("chain: the first link", first, Codec, "a codec such as TopK(0.01)")
     require(len(links) > 0, "chain: give at least two links, such as TopK(0.01) and QSGD(bits=4)")
     if isinstance(first, (Chain, Transformed)):
-        return chain(*first._links(), *links)
+        return chain(*cast(Any, first._links()), *links)
     *others, last = links
     if isinstance(last, Rice):
         if not isinstance(first, Sparsifier):
