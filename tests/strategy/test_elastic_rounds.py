@@ -198,7 +198,10 @@ def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_a
 
 @pytest.mark.parametrize(("every", "left_out"), [(10, 5), (4, 3)])
 def test_a_joiner_comes_to_the_exchange_before_the_others(every, left_out, elastic):
-    """They have taken three steps when it has their state. It leaves out these and two more, but takes one at least."""
+    """They have taken three steps when it has their state. It leaves out these and two more, but takes one at least.
+
+    Its learning-rate scheduler, of which it gets the state of the round's begin, takes these steps too, once.
+    """
     taken, told = threading.Barrier(3), threading.Barrier(3)
 
     def worker(comm, number):
@@ -210,26 +213,32 @@ def test_a_joiner_comes_to_the_exchange_before_the_others(every, left_out, elast
 
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         handle = tw.attach(model, optimizer, f"Local(Mean(), every={every})", comm=comm)
+        comm.share("scheduler", scheduler.state_dict, scheduler.load_state_dict)
         if number < 2:
             comm.load_state_dict({"rounds": 5})
         else:
             finish, comm.finish_healing = comm.finish_healing, finish_healing
-        steps = 0
+        steps = skipped = 0
         while comm.counts.committed < 6:
             handle.begin_round()
+            left_now = comm.num_skipped
+            skipped += left_now
             optimizer.zero_grad()
             model(number, steps).backward()
             optimizer.step()
+            for _ in range(1 + left_now):
+                scheduler.step()
             steps += 1
             if number < 2 and steps == 3:
                 taken.wait(SECONDS)
                 told.wait(SECONDS)
-        return steps, comm.num_skipped, vector(model).tolist()
+        return steps, skipped, scheduler.last_epoch, vector(model).tolist()
 
     *others, joiner = elastic(worker, (0, 1, 2), 3)
     assert joiner[:2] == (every - left_out, left_out)
-    assert all(one == (every, 0, joiner[2]) for one in others)
+    assert all(one == (every, 0, *joiner[2:]) for one in others)
 
 
 # ---- a worker dies while its messages fly ----

@@ -300,6 +300,7 @@ class ElasticCommunicator(Communicator):
 
     def stepped(self) -> None:
         self._healing.snapshots.steps += 1
+        self.num_skipped = 0
 
     @contextlib.contextmanager
     def _left_out_closes(self) -> Iterator[None]:
