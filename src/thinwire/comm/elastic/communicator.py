@@ -213,6 +213,7 @@ class ElasticCommunicator(Communicator):
         super().check_agreement(what)
 
     def form_round(self) -> Members | None:
+        require(not self._closed, f"worker {self.number}: a round on a communicator that was closed. Close it last.")
         self._drain()
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
