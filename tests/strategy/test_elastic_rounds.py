@@ -472,3 +472,31 @@ def test_an_elastic_communicator_carries_one_strategy_at_a_time(elastic):
         assert not comm._healing.shared  # what a joiner would get
 
     elastic(worker, (0,), 1)
+
+
+def test_a_sampler_of_the_next_strategy_goes_on_where_that_of_the_one_before_ended(elastic):
+    """It could not be made, and the first one weighted blocks as for gradients. Three blocks of two workers are a step."""
+
+    def worker(comm, number):
+        model, blocks, sampler = Quadratic(), [], None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for strategy, weights in (("Gradients(Mean())", (4 / 3, 2 / 3)), ("Local(Mean(), every=2)", (1.0, 1.0))):
+            handle = tw.attach(model, optimizer, strategy, comm=comm)
+            before, sampler = sampler, tw.ElasticSampler(12, handle, per_step=3)
+            if before is not None:
+                with pytest.raises(ValueError, match=r"ElasticSampler: its strategy was detached; make another one"):
+                    before.take()
+                sampler.load_state_dict(before.state_dict())
+            for _ in range(2):
+                handle.begin_round()
+                blocks += sampler.take()
+                assert sampler.weight == pytest.approx(weights[number])
+                optimizer.zero_grad()
+                model(comm.rank, 0).backward()
+                optimizer.step()
+            handle.detach()
+        return blocks, sampler.epoch
+
+    found = elastic(worker, (0, 1), 2)
+    assert sorted(block.number for blocks, _ in found for block in blocks) == list(range(12))
+    assert [epoch for _, epoch in found] == [1, 1]
