@@ -60,7 +60,16 @@ class Rounds:
         comm.check_agreement, comm.share, comm.watch = (lambda *_: None,) * 3
         strategy = SimpleNamespace(has_common_steps=True, counts_commits=False, sends_again=False)
         sampler = tw.ElasticSampler(
-            11, SimpleNamespace(comm=comm, strategy=strategy, models_differ=self.keeps), per_step=4, seed=2
+            11,
+            SimpleNamespace(
+                comm=comm,
+                strategy=strategy,
+                models_differ=self.keeps,
+                is_detached=False,
+                _on_detach=lambda undo: None,
+            ),
+            per_step=4,
+            seed=2,
         )
         if self.living:
             sampler._join(json.loads(json.dumps(next(iter(self.living.values())).state_dict())))

@@ -117,7 +117,8 @@ class ElasticSampler:
         )
         self.num_blocks, self.per_step, self.seed, self.weight = num_blocks, per_step or comm.size, seed, 1.0
         self.last_committed: dict[int, list[Block]] = {}
-        self._comm, self._keeps, self._sends_again = comm, handle.models_differ, strategy.sends_again
+        self._handle, self._comm = handle, comm
+        self._keeps, self._sends_again = handle.models_differ, strategy.sends_again
         self._is_passive = False
         self._next, self._num_own = 0, 0
         # With a quorum: no place from `_last` on is assigned; how many of its own blocks this worker has sent; how often all
@@ -128,8 +129,8 @@ class ElasticSampler:
         self._order: tuple[int, list[int]] = (-1, [])
         comm.check_agreement({"sampler": (num_blocks, seed)})
         if self._elastic is not None:
-            self._elastic.share("sampler", self._position, self._join)
-            self._elastic.watch(self.claim, self.round_ended)
+            handle._on_detach(self._elastic.share("sampler", self._position, self._join))
+            handle._on_detach(self._elastic.watch(self.claim, self.round_ended))
         self._rounds = cast("LocalUpdates", handle) if has_quorum else None
         if self._rounds is not None:
             self._rounds.assign_blocks(self)
@@ -160,6 +161,11 @@ class ElasticSampler:
         if self._rounds is not None:
             return self._take_leased(self._rounds)
         comm = self._comm
+        require(
+            self._elastic is None or not self._handle.is_detached,
+            "ElasticSampler: its strategy was detached; make another one with the strategy at work, and let it load this one's "
+            "state_dict()",
+        )
         self._end_step()
         if self._is_passive:
             self.weight = 0.0

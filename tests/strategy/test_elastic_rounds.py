@@ -198,7 +198,10 @@ def test_workers_go_on_from_checkpoints_of_their_own_and_lose_no_round_without_a
 
 @pytest.mark.parametrize(("every", "left_out"), [(10, 5), (4, 3)])
 def test_a_joiner_comes_to_the_exchange_before_the_others(every, left_out, elastic):
-    """They have taken three steps when it has their state. It leaves out these and two more, but takes one at least."""
+    """They have taken three steps when it has their state. It leaves out these and two more, but takes one at least.
+
+    Its learning-rate scheduler, of which it gets the state of the round's begin, takes these steps too, once.
+    """
     taken, told = threading.Barrier(3), threading.Barrier(3)
 
     def worker(comm, number):
@@ -210,26 +213,32 @@ def test_a_joiner_comes_to_the_exchange_before_the_others(every, left_out, elast
 
         model = Quadratic()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
         handle = tw.attach(model, optimizer, f"Local(Mean(), every={every})", comm=comm)
+        comm.share("scheduler", scheduler.state_dict, scheduler.load_state_dict)
         if number < 2:
             comm.load_state_dict({"rounds": 5})
         else:
             finish, comm.finish_healing = comm.finish_healing, finish_healing
-        steps = 0
+        steps = skipped = 0
         while comm.counts.committed < 6:
             handle.begin_round()
+            left_now = comm.num_skipped
+            skipped += left_now
             optimizer.zero_grad()
             model(number, steps).backward()
             optimizer.step()
+            for _ in range(1 + left_now):
+                scheduler.step()
             steps += 1
             if number < 2 and steps == 3:
                 taken.wait(SECONDS)
                 told.wait(SECONDS)
-        return steps, comm.num_skipped, vector(model).tolist()
+        return steps, skipped, scheduler.last_epoch, vector(model).tolist()
 
     *others, joiner = elastic(worker, (0, 1, 2), 3)
     assert joiner[:2] == (every - left_out, left_out)
-    assert all(one == (every, 0, joiner[2]) for one in others)
+    assert all(one == (every, 0, *joiner[2:]) for one in others)
 
 
 # ---- a worker dies while its messages fly ----
@@ -463,3 +472,31 @@ def test_an_elastic_communicator_carries_one_strategy_at_a_time(elastic):
         assert not comm._healing.shared  # what a joiner would get
 
     elastic(worker, (0,), 1)
+
+
+def test_a_sampler_of_the_next_strategy_goes_on_where_that_of_the_one_before_ended(elastic):
+    """It could not be made, and the first one weighted blocks as for gradients. Three blocks of two workers are a step."""
+
+    def worker(comm, number):
+        model, blocks, sampler = Quadratic(), [], None
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        for strategy, weights in (("Gradients(Mean())", (4 / 3, 2 / 3)), ("Local(Mean(), every=2)", (1.0, 1.0))):
+            handle = tw.attach(model, optimizer, strategy, comm=comm)
+            before, sampler = sampler, tw.ElasticSampler(12, handle, per_step=3)
+            if before is not None:
+                with pytest.raises(ValueError, match=r"ElasticSampler: its strategy was detached; make another one"):
+                    before.take()
+                sampler.load_state_dict(before.state_dict())
+            for _ in range(2):
+                handle.begin_round()
+                blocks += sampler.take()
+                assert sampler.weight == pytest.approx(weights[number])
+                optimizer.zero_grad()
+                model(comm.rank, 0).backward()
+                optimizer.step()
+            handle.detach()
+        return blocks, sampler.epoch
+
+    found = elastic(worker, (0, 1), 2)
+    assert sorted(block.number for blocks, _ in found for block in blocks) == list(range(12))
+    assert [epoch for _, epoch in found] == [1, 1]

@@ -15,7 +15,10 @@ class Rounds:
     """Whether workers come and go between rounds."""
 
     num_skipped: int = 0
-    """How many steps of the open round this worker leaves out, because it has joined after the others took them."""
+    """How many steps of the open round this worker leaves out, because it has joined after the others took them.
+
+    From the begin of the round until its next step, or the next `take` of a sampler; 0 at other times.
+    """
 
     replica: Any = None
     """The mesh of the processes that together are this worker, where the model is sharded."""

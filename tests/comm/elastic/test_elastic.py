@@ -352,6 +352,17 @@ def test_forming_a_round_ends_after_quorum_seconds_though_a_quorum_came_meanwhil
     place.close()
 
 
+def test_a_communicator_that_was_closed_joins_no_round(monkeypatch):
+    """It took part in one, and failed only in its vote, so that the others had to give up the round."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = lighthouse.Lighthouse(1, "127.0.0.1")
+    comm = ElasticCommunicator(place.address, 7, min_workers=1, quorum_seconds=5.0)
+    comm.close()
+    with pytest.raises(ValueError, match=r"worker 7: a round on a communicator that was closed\. Close it last"):
+        comm.form_round()
+    place.close()
+
+
 def test_only_an_elastic_communicator_has_rounds():
     def worker(comm):
         assert not comm.is_elastic and comm.in_round

@@ -181,15 +181,20 @@ class ElasticCommunicator(Communicator):
 
     members: Members | None
 
-    def watch(self, claim: Callable[[], int], ended: Callable[[Mapping[int, int] | None], None]) -> None:
-        """Let the end of each round be known, such as to a sampler.
+    def watch(self, claim: Callable[[], int], ended: Callable[[Mapping[int, int] | None], None]) -> Callable[[], None]:
+        """Let the end of each round be known, such as to a sampler, until the function that is returned is called.
 
         Args:
             claim: returns a number that travels with this worker's vote.
             ended: receives the numbers of all workers of a committed round, by worker; None if a round was given up.
         """
-        require(self._ended is None, f"worker {self.number}: one sampler serves a run; make no second one")
-        self._claim, self._ended = claim, ended
+        require(self._ended is None, f"worker {self.number}: one sampler serves a strategy; make no second one")
+        before, self._claim, self._ended = self._claim, claim, ended
+
+        def end() -> None:
+            self._claim, self._ended = before, None
+
+        return end
 
     def share(
         self,
@@ -213,6 +218,7 @@ class ElasticCommunicator(Communicator):
         super().check_agreement(what)
 
     def form_round(self) -> Members | None:
+        require(not self._closed, f"worker {self.number}: a round on a communicator that was closed. Close it last.")
         self._drain()
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
@@ -300,6 +306,7 @@ class ElasticCommunicator(Communicator):
 
     def stepped(self) -> None:
         self._healing.snapshots.steps += 1
+        self.num_skipped = 0
 
     @contextlib.contextmanager
     def _left_out_closes(self) -> Iterator[None]:
