@@ -21,7 +21,7 @@ from thinwire.lab.cli import main
 from thinwire.lab.report import write, write_report
 from thinwire.lab.report.bar_figures import by_workers, iteration_time, speed, step_time
 from thinwire.lab.report.captioned_figures import captioned_figures
-from thinwire.lab.report.consensus import best_of_each
+from thinwire.lab.report.consensus import best_of_each, experiment
 from thinwire.lab.report.groups import grouped
 from thinwire.lab.report.legend import add_legend
 from thinwire.lab.report.metrics import main_metric, metric
@@ -280,6 +280,16 @@ def test_the_best_step_size_of_an_averager_stands_for_it(everything):
     chosen = best_of_each(rows, 1e-4)
     assert list(chosen) == ["Choco(), step size 1", "Mix()"]
     assert chosen["Choco(), step size 1"][-1]["squared_error"] == pytest.approx(1e-7)
+
+
+def test_each_setting_of_a_consensus_sweep_has_its_own_best_step_size(everything):
+    rows = json.loads((everything / "consensus.json").read_text())
+    swept = [row | {"workers": workers, "seed": 3} for workers in (4, 8) for row in rows]
+    assert list(best_of_each(swept, 1e-4)) == [
+        *("Choco(), 4 workers, step size 1", "Mix(), 4 workers"),
+        *("Choco(), 8 workers, step size 1", "Mix(), 8 workers"),
+    ]
+    assert experiment(swept) == "7 rounds, 4 workers and 8 workers, seed 3"
 
 
 LABELS = [

@@ -288,6 +288,22 @@ def test_a_run_that_is_named_twice_counts_once(tmp_path):
     assert (len(found.runs), len(found.problems)) == (1, 1)
 
 
+def test_a_seed_that_counts_twice_is_named(tmp_path):
+    for name, seed in (("a", 1), ("b", 2), ("c", 2), ("d", 2)):
+        write_run(tmp_path / "runs" / name, seed=seed, name=name)
+    (tmp_path / "runs" / "d" / "summary.json").unlink()  # an unfinished run is in no mean
+    report = write_report([tmp_path / "runs"], tmp_path / "report")
+    said = {problem.path.name: problem.text for problem in report.problems}
+    assert f"the seed of {tmp_path / 'runs' / 'b'}; both count" in said.pop("c")
+    assert said.keys() == {"d"} and said["d"].startswith("not finished")
+
+
+def test_brackets_in_a_title_are_shown(runs):
+    console = Console(width=80, record=True, file=io.StringIO())
+    console.print(summary_table(find([runs]).runs[:1], "[red] runs [/b]"))
+    assert "[red] runs [/b]" in console.export_text()
+
+
 def test_no_run_at_all_is_an_error(tmp_path):
     with pytest.raises(ValueError, match=f"no run to report on: {tmp_path} holds no run"):
         find([tmp_path])

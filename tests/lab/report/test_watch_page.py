@@ -133,6 +133,14 @@ def test_the_terminal_shows_the_moment(run, capsys):
         assert text in shown, text
 
 
+def test_the_terminal_shows_brackets_in_names(tmp_path, run, capsys):
+    (run / "config.json").write_text(json.dumps({"strategy": "Gossip(Mix(own[red]))"}))
+    named = run.rename(tmp_path.with_name("run [b] ["))
+    assert main(["watch", str(named), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "run [b] [: running" in shown and "own[red]" in shown
+
+
 def test_the_page_and_its_data(serving):
     kind, page = get(serving, "/")
     assert kind == "text/html" and "http" not in page.replace(

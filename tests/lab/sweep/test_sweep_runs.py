@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
@@ -346,6 +347,7 @@ def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
     assert "6 runs: 1 finished, 1 running, 1 stopped, 2 failed, 1 waiting" in shown
     for planned, status in zip(sweep.runs, states.values(), strict=True):
         assert re.search(rf"{re.escape(planned.folder.name)}\s+{status.state}\s+{re.escape(status.detail)}", shown)
+    assert drawn(status_table(replace(sweep, output=Path("[red]")), states)).startswith("[red]: 6 runs")
     # On a small screen those that need a look come first, and the others are counted.
     small = drawn(status_table(sweep, states, ConsoleDimensions(70, 10)), 70)
     assert small.count("failed  ") == 2 and "running  " in small and "finished  " not in small and "and 3 more" in small

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,14 @@ FLOOR = 1e-13  # of the relative error: below it are only rounding errors of flo
 STEP_SIZE = r"step_size=[^,()]+"  # as an averager's repr has it
 
 Row = Mapping[str, Any]
+
+SETTING: dict[str, Callable[[Any], str]] = {
+    "workers": lambda workers: f"{workers} workers",
+    "data": lambda data: f"{data} data",
+    "shape": lambda shape: " x ".join(map(str, shape)),
+    "seed": lambda seed: f"seed {seed}",
+}
+"""What a row says of its experiment, in words: runs that differ in it are not compared for the best step size."""
 
 
 def reaching(run: Sequence[Row], target: float) -> Row | None:
@@ -40,7 +48,11 @@ def best(runs: Sequence[Sequence[Row]], target: float) -> Sequence[Row]:
 
 
 def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]:
-    """The best run of each averager in the rows of an experiment, by label: the run with its best step size."""
+    """The best run of each averager in the rows of an experiment, by label: the run with its best step size.
+
+    Rows of a sweep may differ in workers, data, shape or seed: then each of these has its own best run, and is named.
+    """
+    differing = [key for key in SETTING if len({repr(row.get(key)) for row in rows}) > 1]
     runs: list[list[Row]] = []
     for row in rows:
         # Rounds start again with each run.
@@ -50,7 +62,8 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
     by_averager: dict[str, list[list[Row]]] = {}
     for run in runs:
         name = re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", run[0]["averager"])
-        by_averager.setdefault(name, []).append(run)
+        words = [SETTING[key](run[0][key]) for key in differing if key in run[0]]
+        by_averager.setdefault(", ".join([name, *words]), []).append(run)
     chosen: dict[str, Sequence[Row]] = {}
     for name, tried in by_averager.items():
         found = best(tried, target)
@@ -64,15 +77,11 @@ def experiment(rows: Sequence[Row]) -> str:
 
     Example:
         >>> experiment([{"round": 9, "workers": 8, "data": "digits", "shape": [64, 64], "seed": 0}])
-        '9 rounds, 8 workers, 64 x 64 of digits data, seed 0'
+        '9 rounds, 8 workers, digits data, 64 x 64, seed 0'
     """
-    row = rows[0]
-    parts = [
-        f"{max(row['round'] for row in rows)} rounds",
-        f"{row['workers']} workers" if "workers" in row else "",
-        f"{' x '.join(map(str, row['shape']))} of {row['data']} data" if {"shape", "data"} <= row.keys() else "",
-        f"seed {row['seed']}" if "seed" in row else "",
-    ]
+    parts = [f"{max(row['round'] for row in rows)} rounds"]
+    for key, words in SETTING.items():
+        parts.append(" and ".join(dict.fromkeys(words(row[key]) for row in rows if key in row)))
     return ", ".join(filter(None, parts))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..fields import OF_THE_FOLDER, flat
-from .runs import Run
+from .runs import Problem, Run
 
 # These fields set where a run is stored and how its workers connect, but not what it computes.
 IGNORED = {*OF_THE_FOLDER, "seed", "checkpoint_every", "port", "interface"}
@@ -49,6 +49,21 @@ def differing(runs: Sequence[Run]) -> list[str]:
     configs = [dict(flat(run.config)) for run in runs]
     fields = dict.fromkeys(key for config in configs for key in config)
     return [key for key in fields if key not in IGNORED and len({repr(c.get(key, MISSING)) for c in configs}) > 1]
+
+
+def repeated(runs: Sequence[Run]) -> list[Problem]:
+    """The finished runs that have the configuration and the seed of an earlier one: they are no further seed of the method."""
+    first: dict[str, Run] = {}
+    problems = []
+    for run in runs:
+        if not run.finished:
+            continue
+        fields = sorted((key, repr(value)) for key, value in flat(run.config) if key not in IGNORED - {"seed"})
+        other = first.setdefault(repr(fields), run)
+        if other is not run:
+            text = f"has the configuration and the seed of {other.folder}; both count, so leave one of them out"
+            problems.append(Problem(run.folder, text))
+    return problems
 
 
 def grouped(runs: Sequence[Run], by: Sequence[str] = (), names: Mapping[str, str] | None = None) -> list[Group]:

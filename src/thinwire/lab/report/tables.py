@@ -168,7 +168,7 @@ def as_rich(table: Comparison, title: str) -> Table:
     from rich.markup import escape
     from rich.table import Table
 
-    shown = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    shown = Table(title=escape(title), title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
     places = [i for i, m in enumerate(table.columns) if i == 0 or m.key in (*BYTES, *SECONDS)]
     shown.add_column("method", overflow="fold")
     for head in [heads(table)[1], *(heads(table)[2 + i] for i in places)]:

@@ -148,6 +148,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
 
 def as_rich(seen: dict[str, Any]) -> RenderableType:
     """The view of the terminal: the numbers of the moment, and the curve of the loss."""
+    from rich.markup import escape
     from rich.panel import Panel
     from rich.table import Table
 
@@ -162,7 +163,7 @@ def as_rich(seen: dict[str, Any]) -> RenderableType:
     if total > 0:
         shares = (f"{phase} {last.get(f'{phase}_seconds', 0.0) / total:.0%}" for phase in PHASES)
         grid.add_row("phases of rank 0", ", ".join(shares))
-    return Panel(grid, title=f"{seen['name']}: {state_of(seen)}", subtitle=seen["strategy"])
+    return Panel(grid, title=escape(f"{seen['name']}: {state_of(seen)}"), subtitle=escape(seen["strategy"]))
 
 
 def sparkline(values: list[float], width: int) -> str:

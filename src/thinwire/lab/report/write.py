@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from ...algorithm import able_to
 from .captioned_figures import captioned_figures
-from .groups import grouped
+from .groups import grouped, repeated
 from .metrics import main_metric
 from .page import Page, as_html
 from .runs import Problem, find
@@ -66,6 +66,7 @@ def write_report(
         ValueError: no run, no such metric, field or name, or a folder that cannot be written.
     """
     found = find(paths)
+    problems = [*found.problems, *repeated(found.runs)]
     groups = grouped(found.runs, group, names)
     main = main_metric(found.runs, metric)
     table = comparison(groups, main) if groups else None
@@ -76,10 +77,10 @@ def write_report(
             (out / "table.md").write_text(as_markdown(table))
             (out / "table.csv").write_text(as_csv(table))
         svgs = {figure.name: _save(out / "figures" / figure.name, figure.figure) for figure in figures}
-        page = Page(title, made_by, table, figures, svgs, found.runs, found.problems)
+        page = Page(title, made_by, table, figures, svgs, found.runs, problems)
         (out / "report.html").write_text(as_html(page), encoding="utf-8")
     left_out = [f"{figure.title}: no run has {figure.needs}" for figure in figures if figure.figure is None]
-    return Report(table, found.problems, left_out, out / "report.html")
+    return Report(table, problems, left_out, out / "report.html")
 
 
 def _save(path: Path, figure: Figure | None) -> str:

@@ -60,7 +60,7 @@ def status_table(sweep: Sweep, statuses: Statuses, screen: ConsoleDimensions | N
             runs that do not fit.
     """
     title = f"{sweep.output}: {counted(statuses)}"
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD)
     names = list(statuses)
     width = max(map(len, names))
     if screen is not None:
