@@ -229,6 +229,11 @@ LOW_RANK = [
     "Gossip(PowerGossip(Ring(), rank=2), order='adapt_then_combine')",  # its directions have as many numbers as two rows
     "Gradients(Mean(QSGD(bits=4), ErrorFeedback(), exchange='scatter_reduce', min_ndim=0))",  # one shard of a bias is empty
 ]
+PER_SHARD = [  # step sizes, bounds and choices of codecs, which each shard has for itself
+    "Gossip(Choco(Ring(), TopK(0.3)))",
+    "Gossip(Moniqua(Ring()))",
+    "Gradients(Mean(Fitted(budget=6, measure_steps=(2,)), ErrorFeedback()))",
+]
 
 
 def low_rank_worker(comm, folder):
@@ -256,7 +261,7 @@ def low_rank_worker(comm, folder):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         return model, optimizer, tw.attach(model, optimizer, tw.parse(strategy), replicas=mesh["replicate"])
 
-    for i, strategy in enumerate(LOW_RANK):
+    for i, strategy in enumerate(LOW_RANK + PER_SHARD):
         model, optimizer, handle = attached(strategy, 0)
         steps(model, optimizer, 0)
         key = f"model {mesh['replicate'].get_local_rank()}"
@@ -270,6 +275,11 @@ def low_rank_worker(comm, folder):
         load(handle, f"{folder}/{i}")
         assert steps(model, optimizer, 3) == expected, strategy
         handle.detach()
+        if strategy in PER_SHARD[:2]:  # Fitted has errors of shards
+            model = nn.Sequential(nn.Linear(8, 3), nn.Linear(3, 1))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+            with tw.attach(model, optimizer, tw.parse(strategy), replicas=mesh["replicate"]) as handle:
+                load(handle, f"{folder}/{i}")  # from two shards onto whole models
 
 
 def test_uneven_shards_go_on_with_the_same_bits_where_some_have_other_state_than_others(tmp_path):

@@ -261,6 +261,10 @@ def lightning_own_models_worker(
         )
         trainer.fit(module, data, data)
     trainer.save_checkpoint(folder / "ended.ckpt")
+    for callback in (pl.callbacks.StochasticWeightAveraging(1e-2), pl.callbacks.EMAWeightAveraging()):
+        trainer.callbacks = [AttachStrategy("Local(Mean(), every=4)"), callback]
+        with pytest.raises(ValueError, match=f"{type(callback).__name__} would put an average over the steps"):
+            trainer.fit(module, data)
     two = SimpleNamespace(world_size=2, precision_plugin=None, strategy=trainer.strategy, optimizers=[None, None])
     with pytest.raises(ValueError, match="follows the steps of one optimizer, and the module has 2; return one"):
         AttachStrategy("Local(Mean(), every=4)").on_fit_start(two, module)

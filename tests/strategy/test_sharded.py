@@ -273,6 +273,24 @@ def shard_worker(comm):
     return ledger.dense_fp32_bytes, thin_bytes, losses
 
 
+def groups_worker(comm):
+    """Two groups of the same workers, as `set_separate_reduce_scatter_group` also makes."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    for part in (model[1], model):
+        fully_shard(part, mesh=device_mesh(2, 2)["shard"])
+    with tw.compress_shards(model) as handle:
+        model(torch.ones(2, 4)).square().sum().backward()
+        return handle.state_dict()
+
+
+def test_groups_of_the_same_workers_share_the_encoded_communication():
+    assert spawn(4, groups_worker) == [{"": 1, "1": 1}] * 4
+
+
 def _exactly(source, target):
     """`target` with the shards of `source`, to be evaluated without encoding."""
     with torch.no_grad():

@@ -2,11 +2,12 @@
 
 save    every tensor of the state that belongs to a parameter is saved in the parameter's shape; of a sharded parameter each
         worker writes its shard. The state of replica r lies under `rank<r>`. What has another size, such as PowerSGD's Q of
-        a shard, lies under a key that names the shard.
+        a shard, lies under a key that names the shard. So do other values that differ between shards, such as step sizes.
 load    as many replicas as before: each reads its own state, with the same bits. Another number: each reads the states of
         all, and `Strategy.load_state_dict` divides what was a worker's own among them, so that what is late keeps its weight.
         What is read follows from the checkpoint, because a state may have grown since it was made: by the momentum of an outer
-        optimizer, or by a round in flight.
+        optimizer, or by a round in flight. On another number of shards, values that belong to no parameter are those of
+        the first shard.
 """
 
 from __future__ import annotations
@@ -61,15 +62,20 @@ class StrategyState:
         All workers of the replica call it.
         """
         parameters, state = dict(self._strategy.parameters), self._strategy.state_dict()
-        tensors = [(path, value) for path, value in tree_leaves_with_path(state) if isinstance(value, Tensor)]
+        leaves = tree_leaves_with_path(state)
+        tensors = [(path, value) for path, value in leaves if isinstance(value, Tensor)]
         owners = {path: owner for path, _ in tensors if (owner := _owner(parameters, map(_key, path))) is not None}
         # On some shards other tensors may have a parameter's size by chance.
-        fitting = self._strategy.on_all_shards(
-            keystr(path) for path, value in tensors if path in owners and _fits(value, owners[path])
-        )
+        fitting = [keystr(path) for path, value in tensors if path in owners and _fits(value, owners[path])]
+        # What each shard measures or chooses for itself differs, such as a step size, and one key keeps one value.
+        texts = {path: f"{keystr(path)} {_text(value)}" for path, value in leaves if path not in owners}
+        common = self._strategy.on_all_shards([*fitting, *texts.values()])
+        place = _place_among(parameters)
 
         def shaped(path: KeyPath, value: Any) -> Any:
-            return _as_parameter(value, owners[path], keystr(path) in fitting) if path in owners else value
+            if path in owners:
+                return _as_parameter(value, owners[path], keystr(path) in common)
+            return value if texts[path] in common else {place: value}
 
         whole: dict[str, Any] = tree_map_with_path(shaped, state)
         return whole
@@ -100,10 +106,15 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     )
     is_own = len(found) == strategy.comm.size and own_key in found  # elastic: a worker's rank may have been another one
     template = {name: _emptied(own) for name in ([own_key] if is_own else sorted(found))}
+    parameters = dict(strategy.parameters)
     for name, path in paths.items():
-        parameter = _owner(dict(strategy.parameters), path)
-        if path[1] in template and _is_held(path, parameter):
-            set_element(template, path[1:], _room(saved.state_dict_metadata[name], path, parameter))
+        parameter, value = _owner(parameters, path), saved.state_dict_metadata[name]
+        if isinstance(value, TensorStorageMetadata) and parameter is not None:
+            is_held = _is_held(path, parameter)
+        else:
+            is_held = _is_taken(path, _place_among(parameters))
+        if path[1] in template and is_held:
+            set_element(template, path[1:], _room(value, path, parameter))
     dcp.load({key: template}, checkpoint_id=checkpoint_id)  # fills the tensors of the template
     state.load_state_dict(template)
 
@@ -141,6 +152,16 @@ def _place(parameter: DTensor) -> str:
     return f"{PLACE}{place} of {list(parameter.device_mesh.shape)}"
 
 
+def _place_among(parameters: Mapping[str, Tensor]) -> str:
+    """The key of what this worker's shards have for themselves, and belongs to no parameter; "" if none is sharded."""
+    return next((_place(p) for p in parameters.values() if isinstance(p, DTensor)), "")
+
+
+def _text(value: Any) -> str:
+    """A value that belongs to no parameter, for comparison between shards."""
+    return repr(value.tolist() if isinstance(value, Tensor) else value)
+
+
 def _held(state: Any) -> Any:
     """The state with the local parts of DTensors, and without the keys of `_place`."""
     if isinstance(state, Mapping):
@@ -174,7 +195,16 @@ def _room(saved: Any, path: Path, parameter: Tensor | None) -> Tensor | None:
     return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
 
 
-def _is_held(path: Path, parameter: Tensor | None) -> bool:
+def _is_taken(path: Path, own: str) -> bool:
+    """Whether this worker takes a value that belongs to no parameter: its own shard's, or of other shards the first one's."""
+    place = str(path[-1])
+    if not place.startswith(PLACE) or place == own:
+        return True
+    coordinate, _, shape = place.partition(" of ")
+    return shape != own.partition(" of ")[2] and not any(digit in coordinate for digit in "123456789")
+
+
+def _is_held(path: Path, parameter: Tensor) -> bool:
     """Whether this worker holds what is saved there: all that is not another shard's."""
     place = str(path[-1])
     if not place.startswith(PLACE):

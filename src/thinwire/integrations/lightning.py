@@ -35,7 +35,8 @@ class AttachStrategy(pl.Callback):
 
     Raises:
         ValueError: the strategy cannot be read or has a quorum; when training begins, if it does not suit the model, such as
-            one that Lightning has sharded, or if averager and optimizer both apply momentum.
+            one that Lightning has sharded, if averager and optimizer both apply momentum, or if models differ between
+            workers and a callback averages weights over steps.
 
     Example:
         >>> import thinwire as tw
@@ -65,6 +66,16 @@ class AttachStrategy(pl.Callback):
             f"AttachStrategy: {self._strategy} follows the steps of one optimizer, and the module has {len(optimizers)}; "
             "return one from configure_optimizers, with a group of parameters for each, or use Gradients(...)",
         )
+        for callback in trainer.callbacks if self._strategy.models_differ else []:
+            # By name, because older versions of Lightning have only one of them.
+            require(
+                all(
+                    base.__name__ not in ("StochasticWeightAveraging", "WeightAveraging")
+                    for base in type(callback).__mro__
+                ),
+                f"AttachStrategy: {type(callback).__name__} would put an average over the steps of this worker alone in place "
+                f"of the model, and models of {self._strategy} differ between workers; leave it out, or use Gradients(...)",
+            )
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
         self._state = AllWorkersState(self.handle, pl_module, optimizers)
         self._has_failed = False
