@@ -66,7 +66,7 @@ class AttachStrategy(pl.Callback):
             f"AttachStrategy: {self._strategy} follows the steps of one optimizer, and the module has {len(optimizers)}; "
             "return one from configure_optimizers, with a group of parameters for each, or use Gradients(...)",
         )
-        for callback in trainer.callbacks if self._strategy.models_differ else []:
+        for callback in trainer.callbacks if self._strategy.models_differ else []:  # type: ignore[attr-defined]
             # By name, because older versions of Lightning have only one of them.
             require(
                 all(
