@@ -212,25 +212,27 @@ def check_agreement(averager: Algorithm, tensors: NamedTensors, comm: Communicat
 
 def check_pairs(tensors: NamedTensors, rank: int) -> None:
     """Raise ValueError unless tensors are a list of pairs. A generator has nothing left when it is read a second time."""
-    is_list = isinstance(tensors, Sequence) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in tensors)
-    require(
-        is_list,
-        f"rank {rank}: tensors must be a list of pairs (name, tensor), such as list(model.named_parameters()), got "
-        f"{type(tensors).__name__}{' of something else' if isinstance(tensors, Sequence) else ''}",
-    )
+    is_list = isinstance(tensors, Sequence)
+    if not is_list or not all([isinstance(pair, tuple) and len(pair) == 2 for pair in tensors]):
+        raise ValueError(
+            f"rank {rank}: tensors must be a list of pairs (name, tensor), such as list(model.named_parameters()), got "
+            f"{type(tensors).__name__}{' of something else' * is_list}"
+        )
 
 
 def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, rank: int) -> None:
     """Raise ValueError unless there are tensors, each stepped once in a round; averagers of gradients begin `step` with it."""
+    # This runs for each bucket, so messages are built only when they are raised.
     check_pairs(tensors, rank)
-    require(len(tensors) > 0, f"rank {rank}: {averager}: step needs one tensor or more, got none")
-    again = [name for name, _ in tensors if name in state.stepped]
-    require(
-        not again,
-        f"rank {rank}: {averager}: {again[:5]} were stepped in this round already; call commit(state) at the end of each "
-        "round, or discard(state) to give it up",
-    )
-    state.stepped.update(name for name, _ in tensors)
+    if not tensors:
+        raise ValueError(f"rank {rank}: {averager}: step needs one tensor or more, got none")
+    names = [name for name, _ in tensors]
+    if again := [name for name in names if name in state.stepped]:
+        raise ValueError(
+            f"rank {rank}: {averager}: {again[:5]} were stepped in this round already; call commit(state) at the end of each "
+            "round, or discard(state) to give it up"
+        )
+    state.stepped.update(names)
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
