@@ -32,7 +32,7 @@ def connected(monkeypatch):
     monkeypatch.setattr(process_group, "group_over", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: CURRENT.index)
-    monkeypatch.setattr(torch, "zeros", lambda *shape, device: SimpleNamespace(device=torch.device(device)))
+    monkeypatch.setattr(torch, "zeros", lambda *shape, dtype, device: SimpleNamespace(device=torch.device(device)))
     monkeypatch.setattr(ProcessGroupCommunicator, "all_reduce", lambda self, t: sent.append(t.device) or Handle(list))
     yield sent
     dist.destroy_process_group()

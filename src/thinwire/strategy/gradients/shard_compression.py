@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks as ranks_of
 from torch.optim import Optimizer
 
 from ... import debug
@@ -60,7 +61,7 @@ class ShardCompression(Attachment):
         self.strategy, self._seed = strategy, seed
         self.clock, self.is_detached = Clock(), False
         self._comm: ProcessGroupCommunicator | None = None
-        self._ranks: list[int] = []  # of FSDP's group
+        self._group: Any = None
         self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
         self._shards, self.parameters = Replica(CALL, model), list(model.named_parameters())
         self._own_gradients: OwnGradients | None = None
@@ -135,13 +136,12 @@ class ShardCompression(Attachment):
 
     def connected(self, group: Any, device: torch.device) -> ProcessGroupCommunicator:
         """The communicator over FSDP's group, made by the first collective."""
-        ranks = torch.distributed.get_process_group_ranks(group)
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group, device=device)
-            self._ranks, self.clock.device = ranks, device
+            self._group, self.clock.device = group, device
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
         require(
-            ranks == self._ranks,
+            group is self._group or ranks_of(group) == ranks_of(self._group),
             f"{CALL}: modules are sharded over different groups; use one mesh for all of them",
         )
         return self._comm
