@@ -119,7 +119,7 @@ def test_the_latency_of_a_step_is_no_cost_of_an_operation(size):
     """Two workers add up in one step, and more in two, so an all-reduce would not tell them apart."""
 
     def worker(comm):
-        return measure_together(Slow(comm.rank, comm.size, comm._mail, 1), 3, 1000, typical=min)
+        return measure_together(Slow(comm.rank, comm.size, comm._mail, 1), 6, 1000, typical=min)
 
     link = tw.LocalWorld(size).run(worker)[0]
     assert 0.05 < link.latency_seconds < 0.08 and link.operation_seconds < 0.02

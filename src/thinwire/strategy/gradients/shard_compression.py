@@ -22,7 +22,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_process_group_ranks as ranks_of
 from torch.optim import Optimizer
 
 from ... import debug
@@ -61,7 +60,6 @@ class ShardCompression(Attachment):
         self.strategy, self._seed = strategy, seed
         self.clock, self.is_detached = Clock(), False
         self._comm: ProcessGroupCommunicator | None = None
-        self._group: Any = None
         self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
         self._shards, self.parameters = Replica(CALL, model), list(model.named_parameters())
         self._own_gradients: OwnGradients | None = None
@@ -138,10 +136,10 @@ class ShardCompression(Attachment):
         """The communicator over FSDP's group, made by the first collective."""
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group, device=device)
-            self._group, self.clock.device = group, device
+            self.clock.device = device
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
         require(
-            group is self._group or ranks_of(group) == ranks_of(self._group),
+            torch.distributed.get_process_group_ranks(group) == self._comm.global_ranks,
             f"{CALL}: modules are sharded over different groups; use one mesh for all of them",
         )
         return self._comm
