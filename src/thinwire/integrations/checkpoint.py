@@ -107,12 +107,13 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
     is_own = len(found) == strategy.comm.size and own_key in found  # elastic: a worker's rank may have been another one
     template = {name: _emptied(own) for name in ([own_key] if is_own else sorted(found))}
     parameters = dict(strategy.parameters)
+    place = _place_among(parameters)
     for name, path in paths.items():
         parameter, value = _owner(parameters, path), saved.state_dict_metadata[name]
         if isinstance(value, TensorStorageMetadata) and parameter is not None:
             is_held = _is_held(path, parameter)
         else:
-            is_held = _is_taken(path, _place_among(parameters))
+            is_held = _is_taken(path, place)
         if path[1] in template and is_held:
             set_element(template, path[1:], _room(value, path, parameter))
     dcp.load({key: template}, checkpoint_id=checkpoint_id)  # fills the tensors of the template

@@ -229,14 +229,18 @@ class GradientCompression(AveragerAttachment):
         So optimizers leave parameters, momentum and step counts as they are.
         """
         before, self._num_at_step[optimizer] = self._num_at_step.get(optimizer, 0), self._num_backward
+        has_own = before == self._num_backward and self.comm.size > 1
+        skips = self._rounds is not None and self._rounds.skips
+        if not (has_own or skips):
+            return
         held = [p for group in optimizer.param_groups for p in group["params"] if id(p) in self._names]
-        if before == self._num_backward and self.comm.size > 1 and any(p.grad is not None for p in held):
+        if has_own and any(p.grad is not None for p in held):
             self._advisor.say_once(
                 f"{self.call}: {type(optimizer).__name__} steps, and no backward pass has averaged since its last step; "
                 "gradients of no_sync() alone, of torch.autograd.grad or set by hand are each worker's own, so that models "
                 "drift apart"
             )
-        if self._rounds is not None and self._rounds.skips:
+        if skips:
             for p in held:
                 p.grad = None
 
