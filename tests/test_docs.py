@@ -60,7 +60,7 @@ def test_the_code_of_the_page_runs(pages, page):
         "add-a-recipe.md": "check_recipe(",
         "add-an-averager.md": "check_averager(",
         "add-an-exchange.md": "check_exchange(",
-        "add-a-strategy.md": "tw.attach(",
+        "add-a-strategy.md": "check_strategy(",
     }
     saved, *others = python_of(page)
     assert saved.file and any(proof[page] in block.code for block in others), "a page runs what it shows, and proves it"

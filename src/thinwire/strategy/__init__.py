@@ -19,6 +19,7 @@ from .local.staleness import CosineGate, DelayedNesterov, Drop, PlainWeights, St
 from .methods import asynchronous_diloco, demo, diloco, dion, mulo_co, no_loco, sparse_loco, streaming_diloco
 from .own_model import OwnModelAttachment
 from .strategy import Averaging, Rhythm, Strategy
+from .told import attach_together
 
 __all__ = [
     "DGCSGD",
@@ -50,6 +51,7 @@ __all__ = [
     "Staleness",
     "Strategy",
     "asynchronous_diloco",
+    "attach_together",
     "compress_gradients",
     "compress_shards",
     "consensus",

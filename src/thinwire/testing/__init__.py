@@ -13,6 +13,7 @@ from .exchange import check_exchange
 from .fuzz import fuzz_codec
 from .memory import check_memory
 from .rule import check_rule
+from .strategy import check_strategy
 from .topology import check_topology
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "check_memory",
     "check_robust",
     "check_rule",
+    "check_strategy",
     "check_topology",
     "check_traits",
     "fuzz_codec",

@@ -188,7 +188,12 @@ def test_survivors_do_not_wait_for_the_data_of_a_worker_that_is_started_again(mo
     """The third worker dies, and its successor loads data until the others have committed without it."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     place = lighthouse.Lighthouse(2, "127.0.0.1", join_seconds=100.0)
-    all_committed, is_dead, is_back, went_on = threading.Barrier(3), threading.Event(), threading.Event(), threading.Event()
+    all_committed, is_dead, is_back, went_on = (
+        threading.Barrier(3),
+        threading.Event(),
+        threading.Event(),
+        threading.Event(),
+    )
 
     def committed(comm):
         try:
