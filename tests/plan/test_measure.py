@@ -11,7 +11,7 @@ from helpers.spawn import WORLDS, spawn
 import thinwire as tw
 from thinwire.comm import Communicator
 from thinwire.comm.local_world import LocalCommunicator
-from thinwire.plan import Effort, Lines, Link, Network, measure_lines
+from thinwire.plan import Effort, Lines, Link, Network, measure, measure_lines
 from thinwire.plan.measure import measure_together, segments, tournament
 
 QUICK = Effort(seconds=0.3, pair_bytes=200_000, round_trips=6)
@@ -67,6 +67,28 @@ def test_a_slow_direction_is_seen_in_its_direction_alone():
     assert lines.into(2) < 1.1e6 and lines.out(2) > 1.5e6
     assert lines.into(2) == max(lines.bytes_per_second[0][2], lines.bytes_per_second[1][2])
     assert lines.round_trip_seconds[0][2] > 0.005 and lines.round_trip_seconds[1][2] > 0.005
+
+
+@pytest.mark.parametrize("megabits, trip", [(1, 0.1), (20, 0.001), (20, 0.1), (200, 0.1), (1000, 0.001)])
+def test_messages_grow_until_the_window_is_open(monkeypatch, megabits, trip):
+    """In each round trip a line carries a window, which grows by a third up to what the line holds, and stays for the next."""
+    line, window, spent = megabits * 1e6 / 8, 15_000.0, []
+
+    def both_ways(comm, peer, num_bytes):
+        nonlocal window
+        seconds, left = trip / 2, num_bytes
+        while left > 0:
+            part = min(left, window, line * trip)
+            seconds += max(part / line, trip if part < left else 0)
+            window, left = min(4 / 3 * window, line * trip), left - part
+        spent.append(seconds)
+        return seconds
+
+    monkeypatch.setattr(measure, "_both_ways", both_ways)
+    monkeypatch.setattr(measure, "_swap", lambda comm, peer, value: (value, value))
+    rate, _ = measure._rate(None, 1, Effort().pair_bytes, max(10 / 24, measure.MESSAGE_TRIPS * trip), trip / 2)
+    assert rate > 0.8 * line
+    assert sum(spent) < max(5, 100 * trip)
 
 
 def sent_segments(comm):

@@ -5,7 +5,8 @@
                    messages in both directions at once, each four times as large as the last one, until one takes long enough
     together   all workers at once: the rate, and the costs of short messages (`measure_together`)
 
-The growing messages open TCP's windows, and the last one takes many round trips, so that its rate is near that of the line.
+The growing messages open TCP's windows. The last one takes many round trips and is not much faster than the one before, so that
+its rate is near that of the line.
 """
 
 from __future__ import annotations
@@ -34,8 +35,9 @@ from .lines import Lines
 from .network import Link
 
 FIRST_BYTES, GROWTH = 1 << 15, 4
+FASTER = 1.25
 LEAST_TRIPS = 3
-MESSAGE_TRIPS = 10  # round trips that the last message of a pair takes at least
+MESSAGE_TRIPS = 10  # round trips that the last message of a pair takes at least, if it may have as many bytes
 TOGETHER_SECONDS = 0.1  # of one large message while all send; on long lines, a round trip
 TOGETHER_REPETITIONS, TOGETHER_BYTES = 7, 4_000_000
 _TIMES = 8
@@ -55,11 +57,11 @@ class Effort:
 
     Example:
         >>> Effort(seconds=10).announced(4)[:43]
-        'sends at most 24 MB from each worker to the'
+        'sends at most 192 MB from each worker to th'
     """
 
     seconds: float = 10.0
-    pair_bytes: int = 8_000_000
+    pair_bytes: int = 64_000_000
     round_trips: int = 20
 
     def __post_init__(self) -> None:
@@ -190,21 +192,24 @@ def _pair(comm: Communicator, peer: int, effort: Effort, seconds: float) -> _Row
         goes_on = len(trips) % LEAST_TRIPS != 0 or not max(swap(float(enough and comm.rank < peer)))
     fastest = min(range(len(trips)), key=trips.__getitem__)
     jitter = fmean(abs(a - b) for a, b in zip(trips[1:], trips[:-1], strict=True))
-    seconds = max(swap(max(seconds / 6, MESSAGE_TRIPS * trips[fastest])))
+    seconds = max(swap(max(seconds / 12, MESSAGE_TRIPS * trips[fastest])))
     rate, loss = _rate(comm, peer, effort.pair_bytes, seconds, trips[fastest] / 2)
     return _Row(trips[fastest], jitter, clocks[fastest], rate, loss)
 
 
 def _rate(comm: Communicator, peer: int, most_bytes: int, seconds: float, latency: float) -> tuple[float, float | None]:
-    """Bytes per second from the peer, and the loss of what went to it: messages that grow until one takes `seconds`."""
+    """Bytes per second from the peer, and the loss of what went to it.
+
+    Messages grow until one takes `seconds`, and was not much faster than the one before: then TCP's windows are open.
+    """
     left, num_bytes, before = max(most_bytes, FIRST_BYTES), FIRST_BYTES, segments()
     rate = 0.0
     while num_bytes > 0:
-        came = _both_ways(comm, peer, num_bytes)
+        came, last = _both_ways(comm, peer, num_bytes), rate
         rate = num_bytes / max(came - latency, came / 2)  # a short message may come sooner than the latency says
         left -= num_bytes
-        is_long, is_all = max(_swap(comm, peer, came)) > seconds / 2, left < num_bytes
-        num_bytes = 0 if is_long or is_all else min(left, GROWTH * num_bytes)
+        is_long, is_faster = (max(_swap(comm, peer, value)) for value in (came > seconds, rate > FASTER * last))
+        num_bytes = 0 if (is_long and not is_faster) or left < num_bytes else min(left, GROWTH * num_bytes)
     sent = [now - then for now, then in zip(segments(), before, strict=True)]
     return rate, min(1.0, max(0.0, sent[1] / sent[0])) if sent[0] > 0 else None
 

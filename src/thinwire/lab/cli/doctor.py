@@ -37,7 +37,7 @@ class Doctor:
     """Number of workers to start on this host, unless a launcher has started them."""
     seconds: float = 10.0
     """About how long to measure; more => finer."""
-    megabytes: float = 8.0
+    megabytes: float = 64.0
     """What a worker sends to each other one at most; more => finer on fast lines."""
     transport: Literal["auto", "tcp", "gloo"] = "auto"
     """What carries the messages, as for `thinwire train`."""
