@@ -236,6 +236,38 @@ def test_steps_on_gradients_that_nothing_has_averaged_are_warned_of_once(differe
     assert sum("SGD steps, and no backward pass has averaged" in str(w.message) for w in seen) == drifts
 
 
+@pytest.mark.parametrize(
+    "parts, workers, expected",
+    [
+        (
+            ["body"],
+            2,
+            ["Gradients: 2 of the 6 parameters of SGD are attached to no strategy, and unless something else aver"],
+        ),
+        (["body", "head"], 2, []),  # a strategy for each
+        (["body"], 1, []),
+    ],
+)
+def test_parameters_of_the_optimizer_that_nothing_averages_are_warned_of(parts, workers, expected):
+    def worker(comm):
+        model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 1), "frozen": nn.Linear(2, 1)})
+        model["frozen"].requires_grad_(False)
+        optimizer = torch.optim.SGD([*model["body"].parameters(), *model["head"].parameters()], lr=0.1)
+        optimizer.add_param_group({"params": model["frozen"].parameters()})
+        handles = [tw.compress_gradients(model[part], tw.Mean(), comm=comm) for part in parts]
+        for _ in range(2):
+            model["head"](model["body"](torch.ones(1, 2))).sum().backward()
+            optimizer.step()
+        for handle in handles:
+            handle.detach()
+
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        tw.LocalWorld(workers).run(worker)
+    said = [str(w.message) for w in seen]
+    assert len(said) == len(expected) and all(text in line for text, line in zip(expected, said, strict=True)), said
+
+
 def test_the_warm_up_of_sparse_counts_steps_and_bytes():
     def worker(comm):
         model, sent = nn.Linear(100, 100, bias=False), []

@@ -345,12 +345,22 @@ class AveragerAttachment(Attachment):
         refuse_in_backward(self.call, optimizer)
         if self._advisor.before_step(optimizer):
             refuse_ddp(self.call, self._model)  # a part may have been wrapped since
+            self._warn_of_others(optimizer)
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, arguments)
 
     @abstractmethod
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
+
+    def _warn_of_others(self, optimizer: Optimizer) -> None:
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        others = sum(p.requires_grad and AVERAGED.of(id(p)) is None for p in held)
+        if others and self.comm.size > 1:
+            self._advisor.say_once(
+                f"{self.call}: {others} of the {len(held)} parameters of {type(optimizer).__name__} are attached to no "
+                "strategy, and unless something else averages them, each worker has its own; attach the module that holds all"
+            )
 
     # ---- what a derived class uses ----
 
