@@ -61,6 +61,7 @@ class Attachment(ABC):
     """A strategy at work on one model; also a context manager, which detaches at its end."""
 
     _nonfinite: NonfiniteSteps
+    """Counts the steps that were not finite; a derived class sets it."""
 
     @property
     @abstractmethod
