@@ -59,9 +59,9 @@ class Algorithm:
 
     @functools.cached_property
     def is_constant(self) -> bool:
-        """Whether no field is a schedule, here or in an algorithm in a field."""
+        """Whether no field has a schedule, here or in an algorithm in a field; a field may be a tuple of them."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return all(value.is_constant for value in values if isinstance(value, Algorithm))
+        return all(part.is_constant for value in values for part in _algorithms_in(value))
 
     @property
     def cautions(self) -> list[str]:

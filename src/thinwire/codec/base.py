@@ -48,7 +48,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -230,18 +230,22 @@ class Codec(Algorithm, ABC):
             >>> tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)).parts()
             (TopK(ratio=0.1), QSGD(bits=4))
         """
-        return tuple(self._named_parts().values())
+        values = self._named_parts().values()
+        return tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
-        parts = {name: fn(part) for name, part in self._named_parts().items()}
+        parts = {
+            name: tuple(map(fn, value)) if isinstance(value, tuple) else fn(value)
+            for name, value in self._named_parts().items()
+        }
         # Without parts the same instance, which keeps its cached properties.
         return replace(self, **parts) if parts else self
 
-    def _named_parts(self) -> dict[str, Codec]:
-        """The fields that hold codecs."""
+    def _named_parts(self) -> dict[str, Codec | tuple[Codec, ...]]:
+        """The fields that hold a codec, or a tuple of codecs alone."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if isinstance(value, Codec)}
+        return {name: value for name, value in values if _is_codecs(value)}
 
     def pick(self, positions: Sequence[int]) -> Codec:
         """The codec of the layers at `positions` alone; itself unless it gives each layer a codec of its own."""
@@ -362,6 +366,11 @@ def join_payloads(payloads: Sequence[Tensor], sections: Sequence[Sequence[int]])
 def _by_section(sections: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The bytes of all groups in each section; a group without segments has none."""
     return list(zip_longest(*sections, fillvalue=0))
+
+
+def _is_codecs(value: object) -> TypeGuard[Codec | tuple[Codec, ...]]:
+    many = isinstance(value, tuple) and len(value) > 0 and all(isinstance(item, Codec) for item in value)
+    return many or isinstance(value, Codec)
 
 
 def _numel_of(tensors: Sequence[Tensor]) -> int:
