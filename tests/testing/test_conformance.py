@@ -521,6 +521,35 @@ class Fractional(tw.Cast):
 
 
 @dataclass(frozen=True, repr=False)
+class Plainly(tw.codec.Codec):
+    """Sends float32 as it lies in memory, and reads it so."""
+
+    copies: bool = False
+
+    def encode_segments(self, segments, keys, residuals):
+        for r in residuals or []:
+            segments = [s.clone() for s in segments]
+            r.zero_()
+        is_lone = len(segments) == 1 and not self.copies
+        return (segments[0] if is_lone else torch.cat(segments)).view(torch.uint8)
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        for out, sent in zip(outs, payload.view(torch.float32).split([o.numel() for o in outs]), strict=True):
+            out.add_(sent, alpha=weight)
+
+    def segments_nbytes(self, numels):
+        return 4 * sum(numels)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(tw.Cast):
+    """Returns every second byte of a buffer."""
+
+    def encode_segments(self, segments, keys, residuals):
+        return super().encode_segments(segments, keys, residuals).repeat_interleave(2)[::2]
+
+
+@dataclass(frozen=True, repr=False)
 class InDict(tw.ErrorFeedback):
     def init(self, tensors, dense=()):
         return {name: torch.zeros(t.numel()) for name, t in tensors}
@@ -568,6 +597,9 @@ class Halves(tw.topology.Topology):
         ),
         (lambda: check_codec(Returning(what=[1])), r"what=\[1\].: unhashable type: 'list'; use tuples"),
         (lambda: check_codec(Returning(), named=False), "a payload is a vector of uint8, got NoneType"),
+        (lambda: check_codec(Strided(), named=False), r"a payload is contiguous, got strides \(2,\)"),
+        (lambda: check_codec(Plainly(), named=False), "or it shares memory with the input, which may change"),
+        (lambda: check_codec(Plainly(copies=True), named=False), "1 modulo 4 is not decoded.*kernels.payload_as"),
         (lambda: check_codec(Fractional(), named=False), r"nbytes must be an int, got 2\.0"),
         (lambda: check_memory(tw.TopK(0.1)), r"derived from Memory, got TopK\(ratio=0.1\)"),
         (lambda: check_memory(Bufferless(), named=False), "compensate returns a flat float32 buffer, got NoneType"),

@@ -10,7 +10,8 @@ Shapes. Most codecs treat a segment as a vector, so `decode`, `decode_add` and `
 only. Codecs with `needs_shape`, such as `SVD`, use the shape of a segment, and the receiver must know that shape. Every
 argument that takes a number of elements also takes a `torch.Size`; the number n means the shape (n,).
 
-Payload. A one-dimensional uint8 tensor on the device of the input. Sub-byte values are bit-packed, indices are coded,
+Payload. A contiguous one-dimensional uint8 tensor on the device of the input, in memory of its own: results may be written
+into the input while the payload is still read. Sub-byte values are bit-packed, indices are coded,
 and scales are part of the payload. Nothing else is sent; `docs/wire.md` says what every byte means. The receiver knows
 the codec and the number of elements, so the payload repeats neither.
 
