@@ -276,7 +276,8 @@ def _check_addresses(codec: Codec, device: torch.device) -> None:
             same = all(map(_same_bits, decoded(unaligned), truth))
         except RuntimeError as error:
             raise AssertionError(
-                f"{codec}: a payload at an address of {offset} modulo 4 is not decoded: {error}; read it with kernels.payload_as"
+                f"{codec}: a payload at an address of {offset} modulo 4 is not decoded: {error}; read it with "
+                "kernels.payload_as"
             ) from None
         assert same, f"{codec}: a payload at an address of {offset} modulo 4 decodes otherwise"
         for short in (unaligned[:offset], unaligned[:-offset], payload[: payload.numel() // 2]):
