@@ -397,6 +397,20 @@ class Unsaved(tw.codec.AdaptiveCodec):
         state.scale, state.learned_at = float(learned[0]), step
 
 
+@dataclass
+class CountingState(RoundingState):
+    largest: float = own(default=0.0)
+
+
+@dataclass(frozen=True, repr=False)
+class Counting(Rounding):
+    """Keeps a number of its own, which no other number of workers can share out."""
+
+    @staticmethod
+    def _state(tensors):
+        return CountingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
 @dataclass(frozen=True, repr=False)
 class Amnesic(Rounding):
     """Never commits what it lost."""
@@ -462,6 +476,10 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
         (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
         (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (
+            lambda: check_averager(Counting(), sizes=(2,), named=False),
+            r"largest is own\(\).* must be a tensor, got 0.0",
+        ),
         (lambda: check_averager(Amnesic(), sizes=(2,), named=False), "commit keeps nothing of rounds that lost"),
         (lambda: check_averager(Silent(), sizes=(2,), named=False), "do not point where the means do"),
         (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
