@@ -152,6 +152,29 @@ def test_schedules_of_codecs_in_a_tuple_are_followed():
     assert constant.is_constant and tw.schedule.resolve(constant, tw.schedule.Progress()) is constant
 
 
+@dataclass(frozen=True, repr=False)
+class Unitless(tw.schedule.Schedule):
+    """Does not say what it counts."""
+
+    def at(self, progress):
+        return 0.5 if progress.step else 0.25
+
+
+def test_a_schedule_counts_steps_unless_it_says_otherwise():
+    assert not Unitless().follows_epochs
+
+    def worker(comm):
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(
+            model, optimizer, tw.Gradients(tw.Mean(tw.TopK(Unitless()), tw.ErrorFeedback())), comm=comm
+        ) as handle:
+            model(torch.ones(1, 8)).sum().backward()
+            return handle.codec
+
+    assert tw.LocalWorld(1).run(worker) == [tw.TopK(0.5)]
+
+
 def test_codecs_in_a_tuple_are_parts():
     codec = LargeAndSmall((tw.codec.Threshold(0.5), tw.QSGD(bits=4)))
     assert codec.parts() == (tw.codec.Threshold(0.5), tw.QSGD(bits=4))

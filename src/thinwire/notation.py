@@ -58,6 +58,7 @@ def register(cls: _T) -> _T:
         ... @dataclass(frozen=True, repr=False)
         ... class Halving(tw.schedule.Schedule):
         ...     start: float
+        ...     unit = "epoch"
         ...     def at(self, progress):
         ...         return self.start / 2**progress.epoch
         >>> tw.parse("TopK(Halving(0.5))")

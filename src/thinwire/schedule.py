@@ -25,10 +25,10 @@ class Progress(NamedTuple):
 
 
 class Schedule(Algorithm, ABC):
-    """A number as a function of progress."""
+    """A number as a function of progress. One that counts epochs says `unit = "epoch"`."""
 
     is_constant = False
-    unit: str
+    unit: str = "step"
 
     @property
     def follows_epochs(self) -> bool:
