@@ -161,6 +161,16 @@ class Biased(tw.codec.SignNorm):
 
 
 @dataclass(frozen=True, repr=False)
+class SignOfAll(tw.Cast):
+    """Votes by the sign, which an infinity has too."""
+
+    traits = tw.codec.Traits(votes=True)
+
+    def combine(self, totals):
+        torch._foreach_sign_(totals)
+
+
+@dataclass(frozen=True, repr=False)
 class Drawing(tw.Cast):
     """Draws from the global random numbers to decode."""
 
@@ -459,6 +469,7 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
         (lambda: check_codec(Careless(), named=False), "the residual is not"),
         (lambda: check_codec(Biased(), named=False), "is not unbiased"),
+        (lambda: check_codec(SignOfAll(), named=False), "was lost by `combine`"),
         (lambda: check_codec(Drawing(), named=False), "touched the global random state"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
         (lambda: check_memory(Absent(), named=False), "commit keeps nothing"),

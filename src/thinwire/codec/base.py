@@ -210,7 +210,7 @@ class Codec(Algorithm, ABC):
         return None
 
     def combine(self, totals: list[Tensor]) -> None:
-        """With `votes`: turn the sums of all workers' decodings into the result, in place."""
+        """With `votes`: turn the sums of all workers' decodings into the result, in place; NaN and infinity stay such."""
         raise NotImplementedError(f"{self} takes no vote: its decodings are averaged")
 
     def section_nbytes(self, size: Any) -> tuple[int, ...] | None:

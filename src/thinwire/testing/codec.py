@@ -253,6 +253,9 @@ def _check_not_finite(codec: Codec, device: torch.device) -> None:
             x[position] = bad
             decoded = _decoded(codec, codec.encode(x, key), x.shape, key)
             assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
+            if codec.traits.votes:
+                codec.combine([decoded])
+                assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost by `combine`"
 
 
 def _check_addresses(codec: Codec, device: torch.device) -> None:
