@@ -103,3 +103,30 @@ def test_a_class_that_is_no_frozen_dataclass_is_refused_when_it_is_made(decorate
 def test_float64_of_numpy_is_a_float(build):
     """Its `repr` is `np.float64(0.25)`, which `parse` does not read."""
     assert tw.parse(repr(build())) == build()
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+class Own(tw.Cast):
+    """Fields of all sorts, as in someone's own codec."""
+
+    part: tw.codec.Codec = dataclasses.field(default=tw.Cast(), kw_only=True)
+    width: int = 3
+    sizes: tuple[int, ...] = ()
+    twice: int = dataclasses.field(init=False, default=0)
+
+    def __post_init__(self):
+        object.__setattr__(self, "twice", 2 * self.width)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "text"),
+    [
+        (Own(part=tw.TopK(0.25)), "Own(part=TopK(ratio=0.25))"),
+        (Own(width=np.int64(4), sizes=(np.int32(1), 2)), "Own(width=4, sizes=(1, 2))"),
+    ],
+    ids=["a keyword alone", "integers of NumPy and a field that is computed"],
+)
+def test_the_repr_of_an_own_algorithm_is_its_constructor(algorithm, text, monkeypatch):
+    monkeypatch.setitem(tw.notation._registered, "Own", Own)
+    assert repr(algorithm) == text
+    assert tw.parse(text) == algorithm

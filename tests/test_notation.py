@@ -12,6 +12,7 @@ import time
 import pytest
 
 import thinwire as tw
+from thinwire import entry_points, notation
 from thinwire.notation import vocabulary
 
 ALGORITHMS = [
@@ -180,3 +181,46 @@ def test_an_odd_argument_is_refused_in_one_line_or_can_be_used(name):
                 assert "\n" not in str(error), text
             else:
                 assert tw.parse(repr(made)) == made and hash(tw.parse(repr(made))) == hash(made), text
+
+
+@pytest.fixture
+def declare(tmp_path, monkeypatch):
+    """Declares entry points as installed packages do, each in a package of its own."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def declared(*entries):
+        for number, entry in enumerate(entries):
+            info = tmp_path / f"package{number}-1.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: package{number}\nVersion: 1\n")
+            (info / "entry_points.txt").write_text(f"[{notation.ENTRY_POINT_GROUP}]\n{entry}\n")
+        for cached in caches:
+            cached.cache_clear()
+
+    caches = (entry_points.declared, notation._built_in)
+    yield declared
+    monkeypatch.undo()
+    for cached in caches:
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("entries", "why"),
+    [
+        (("Mine = thinwire:Cast",), "its name must be that of the class, Cast"),
+        (
+            ("Mine = thinwire:Cast", "Mine = thinwire:TopK"),
+            "packages declare it as thinwire:Cast and as thinwire:TopK; uninstall all but one",
+        ),
+    ],
+)
+def test_an_entry_point_of_another_name_or_of_two_packages_is_refused(declare, entries, why):
+    declare(*entries)
+    with pytest.raises(ValueError, match=f"the entry point Mine = .* cannot be used: {why}"):
+        tw.parse("Mean(Mine())")
+
+
+def test_an_entry_point_whose_name_is_taken_is_said_to_be_unused(declare, caplog):
+    declare("TopK = my_package:TopK")
+    assert tw.parse("TopK(0.1)") == tw.TopK(0.1)
+    assert "my_package:TopK of an installed package is not used, because TopK is a name of thinwire" in caplog.text

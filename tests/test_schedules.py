@@ -118,3 +118,64 @@ def test_a_value_out_of_range_is_refused_at_once_or_when_its_round_comes(build, 
     codec = build(Second(*values))
     with pytest.raises(ValueError, match=message):
         tw.LocalWorld(2).run(rounds, codec)
+
+
+@dataclass(frozen=True, repr=False)
+class LargeAndSmall(tw.codec.Codec):
+    """One codec for segments of 100 elements or more, and another one for those of fewer."""
+
+    codecs: tuple[tw.codec.Codec, ...]
+
+    def encode_segments(self, segments, keys, residuals):
+        parts = [(self.of(s.numel()), [s], [key]) for s, key in zip(segments, keys, strict=True)]
+        return torch.cat([codec.encode_segments(*part, None) for codec, *part in parts])
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        parts = payload.split([self.segments_nbytes([out.numel()]) for out in outs])
+        for out, part in zip(outs, parts, strict=True):
+            self.of(out.numel()).decode_add_segments(part, [out], weight, keys)
+
+    def segments_nbytes(self, numels):
+        return sum(self.of(n).segments_nbytes([n]) for n in numels)
+
+    def of(self, numel):
+        return self.codecs[numel < 100]
+
+
+def test_schedules_of_codecs_in_a_tuple_are_followed():
+    values, small = (0.5, 0.1, 0.02), tw.QSGD(bits=4)
+    codec = LargeAndSmall((tw.TopK(tw.schedule.Values(values, every=EVERY, unit="step")), small))
+    assert not codec.is_constant
+    for step, (_, current, _) in enumerate(tw.LocalWorld(2).run(rounds, codec)[0]):
+        assert current == LargeAndSmall((tw.TopK(values[step // EVERY]), small))
+    constant = LargeAndSmall((tw.TopK(0.5), small))
+    assert constant.is_constant and tw.schedule.resolve(constant, tw.schedule.Progress()) is constant
+
+
+@dataclass(frozen=True, repr=False)
+class Unitless(tw.schedule.Schedule):
+    """Does not say what it counts."""
+
+    def at(self, progress):
+        return 0.5 if progress.step else 0.25
+
+
+def test_a_schedule_counts_steps_unless_it_says_otherwise():
+    assert not Unitless().follows_epochs
+
+    def worker(comm):
+        model = torch.nn.Linear(8, 4)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(
+            model, optimizer, tw.Gradients(tw.Mean(tw.TopK(Unitless()), tw.ErrorFeedback())), comm=comm
+        ) as handle:
+            model(torch.ones(1, 8)).sum().backward()
+            return handle.codec
+
+    assert tw.LocalWorld(1).run(worker) == [tw.TopK(0.5)]
+
+
+def test_codecs_in_a_tuple_are_parts():
+    codec = LargeAndSmall((tw.codec.Threshold(0.5), tw.QSGD(bits=4)))
+    assert codec.parts() == (tw.codec.Threshold(0.5), tw.QSGD(bits=4))
+    assert codec.under_scale(4.0) == LargeAndSmall((tw.codec.Threshold(2.0), tw.QSGD(bits=4)))

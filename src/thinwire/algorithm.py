@@ -13,6 +13,8 @@ import functools
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+import numpy as np
+
 if TYPE_CHECKING:
     from typing_extensions import Self  # of `typing` from Python 3.11 on
 
@@ -59,9 +61,9 @@ class Algorithm:
 
     @functools.cached_property
     def is_constant(self) -> bool:
-        """Whether no field is a schedule, here or in an algorithm in a field."""
+        """Whether no field has a schedule, here or in an algorithm in a field; a field may be a tuple of them."""
         values = (getattr(self, field.name) for field in dataclasses.fields(self))
-        return all(value.is_constant for value in values if isinstance(value, Algorithm))
+        return all(part.is_constant for value in values for part in _algorithms_in(value))
 
     @property
     def cautions(self) -> list[str]:
@@ -82,12 +84,13 @@ class Algorithm:
 
     def __repr__(self) -> str:
         arguments, positional = [], True
+        options = (field for field in dataclasses.fields(self) if field.init)
         # Keyword-only fields come last, as in the constructor.
-        for field in sorted(dataclasses.fields(self), key=lambda field: field.kw_only is True):
+        for field in sorted(options, key=lambda field: field.kw_only is True):
             value = getattr(self, field.name)
             if _is_default(field, value):
                 positional = False
-            elif positional and isinstance(value, Algorithm):
+            elif positional and not field.kw_only and isinstance(value, Algorithm):
                 arguments.append(repr(value))
             else:
                 positional = False
@@ -115,17 +118,17 @@ def _check_bools(algorithm: Algorithm) -> None:
 
 
 def _make_plain(algorithm: Algorithm) -> None:
-    """Turn float64 of NumPy into float: its `repr` is no literal, so that `parse` could not read it."""
+    """Turn numbers of NumPy into Python's: their `repr` is no literal, so that `parse` could not read it."""
     for field in dataclasses.fields(algorithm):
         value = getattr(algorithm, field.name)
-        if isinstance(value, (float, tuple)):
+        if isinstance(value, (np.generic, tuple)):
             object.__setattr__(algorithm, field.name, _plain(value))
 
 
 def _plain(value: Any) -> Any:
     if type(value) is tuple:
         return tuple(map(_plain, value))
-    return float(value) if isinstance(value, float) else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _is_default(field: dataclasses.Field[Any], value: object) -> bool:

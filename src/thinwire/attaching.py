@@ -16,6 +16,8 @@ from .plan.layout import measured_layout
 from .strategy import Attachment, Gradients, Strategy
 from .strategy.advice import log_choice
 from .strategy.gradients.gradients import default_averager, num_workers
+from .strategy.model.ddp import wrapped_ddp
+from .strategy.told import told_to_others
 from .topology import Topology
 
 if TYPE_CHECKING:
@@ -86,7 +88,11 @@ def attach(
     options: dict[str, Any] = {"comm": comm, "replicas": replicas, "scaler": scaler, "seed": seed}
     options["layout"] = measured_layout if layout == "measured" else layout
     if strategy is not None:
-        return strategy_of(strategy).attach(model, optimizer, **options)
+        ddp = wrapped_ddp(model)
+        # A part may be registered, or a package installed, on some workers alone.
+        with told_to_others(comm, replicas if ddp is None else ddp.process_group):
+            chosen = strategy_of(strategy)
+        return chosen.attach(model, optimizer, **options)
     default = Gradients(default_averager(num_workers(model, comm, replicas), optimizer))
     handle = default.attach(model, optimizer, **options)
     log_choice(default, handle.comm, optimizer)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
+from .algorithm import require
 from .messages import error_place, error_text
 
 T = TypeVar("T")
@@ -22,9 +23,12 @@ def load(entry: importlib.metadata.EntryPoint, check: Callable[[Any], T]) -> T:
     """What `check` makes of the object that an entry point names.
 
     Raises:
-        ValueError: it cannot be loaded, or `check` refuses it.
+        ValueError: it cannot be loaded, another package declares another object by its name, or `check` refuses it.
     """
     try:
+        values = {one.value for one in importlib.metadata.entry_points(group=entry.group, name=entry.name)}
+        # Which one would be taken depends on the order of folders, and so on the machine.
+        require(len(values) < 2, f"packages declare it as {' and as '.join(sorted(values))}; uninstall all but one")
         return check(entry.load())
     except Exception as error:
         raise ValueError(

@@ -2,7 +2,7 @@
 
 A state is a dataclass derived from `State`. Each of its fields has a kind:
 
-    own        this worker's alone, such as the residual of error feedback; a worker that joins starts at zero
+    own        tensors of this worker alone, such as the residual of error feedback; a worker that joins starts at zero
     cut        coordinates that this worker owns, such as a shard's memory; cut anew by `State.place`
     shared     the same on all workers, such as adaptive levels or PowerSGD's Q
     averaged   differs between workers under gossip; all go on from the mean

@@ -20,12 +20,13 @@ import dataclasses
 import inspect
 import threading
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeVar, cast
 
 from . import average, codec, memory, schedule, strategy, topology
 from .algorithm import Algorithm, require
 from .entry_points import declared, load
+from .messages import log
 from .suggestion import suggestion
 
 ENTRY_POINT_GROUP = "thinwire.algorithms"
@@ -58,6 +59,7 @@ def register(cls: _T) -> _T:
         ... @dataclass(frozen=True, repr=False)
         ... class Halving(tw.schedule.Schedule):
         ...     start: float
+        ...     unit = "epoch"
         ...     def at(self, progress):
         ...         return self.start / 2**progress.epoch
         >>> tw.parse("TopK(Halving(0.5))")
@@ -88,8 +90,14 @@ def _builder(name: str) -> Callable[..., Any]:
     if name in _built_in():
         return _built_in()[name]
     if name not in _registered:
-        _registered[name] = load(declared(ENTRY_POINT_GROUP)[name], _checked_algorithm)
+        _registered[name] = load(declared(ENTRY_POINT_GROUP)[name], partial(_named_algorithm, name))
     return _registered[name]
+
+
+def _named_algorithm(name: str, value: Any) -> Any:
+    cls = _checked_algorithm(value)
+    require(cls.__name__ == name, f"its name must be that of the class, {cls.__name__}, as in the class's repr")
+    return cls
 
 
 @cache
@@ -98,7 +106,13 @@ def _built_in() -> dict[str, Callable[..., Any]]:
     found = {name: getattr(package, name) for package in packages for name in dir(package)}
     functions: dict[str, Callable[..., Any]] = {"chain": codec.chain, "dgc": average.dgc, "sparse": average.sparse}
     functions |= {name: getattr(strategy, name) for name in METHODS}
-    return functions | {name: value for name, value in found.items() if _is_algorithm(value)}
+    functions |= {name: value for name, value in found.items() if _is_algorithm(value)}
+    for name in sorted(functions.keys() & declared(ENTRY_POINT_GROUP).keys()):
+        value = declared(ENTRY_POINT_GROUP)[name].value
+        log.warning(
+            f"{value} of an installed package is not used, because {name} is a name of thinwire; give it another"
+        )
+    return functions
 
 
 def _is_algorithm(value: Any) -> bool:
@@ -109,7 +123,7 @@ def _is_algorithm(value: Any) -> bool:
 def _checked_algorithm(value: Any) -> Any:
     require(
         _is_algorithm(value) and value.__dataclass_params__.frozen,
-        f"register: {value!r} must be a frozen dataclass derived from Codec, Memory, Topology or Averager",
+        f"register: {value!r:.100} must be a frozen dataclass derived from Codec, Memory, Topology or Averager",
     )
     return value
 

@@ -25,10 +25,10 @@ class Progress(NamedTuple):
 
 
 class Schedule(Algorithm, ABC):
-    """A number as a function of progress."""
+    """A number as a function of progress. One that counts epochs says `unit = "epoch"`."""
 
     is_constant = False
-    unit: str
+    unit: str = "step"
 
     @property
     def follows_epochs(self) -> bool:
@@ -141,7 +141,7 @@ def extremes(value: object) -> tuple[float | int, ...]:
 
 
 def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
-    """The algorithm at one moment: every schedule in it is replaced by its value.
+    """The algorithm at one moment: every schedule in it, also in a tuple, is replaced by its value.
 
     Example:
         >>> import thinwire as tw
@@ -158,6 +158,9 @@ def resolve(algorithm: AlgorithmT, progress: Progress) -> AlgorithmT:
 def _resolved(value: object, progress: Progress) -> object:
     if isinstance(value, Schedule):
         return value.at(progress)
+    if type(value) is tuple:
+        items = tuple(_resolved(item, progress) for item in value)
+        return items if any(new is not old for new, old in zip(items, value, strict=True)) else value
     return resolve(value, progress) if isinstance(value, Algorithm) else value
 
 

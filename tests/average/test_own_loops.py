@@ -33,6 +33,21 @@ def no_tensors(comm, averager):
     averager.step(averager.init([("w", torch.zeros(4, 4))], comm), [], comm)
 
 
+def stepped_under_another_name(comm, averager):
+    state = averager.init([("w", torch.zeros(4, 4))], comm)
+    averager.step(state, [("v", torch.zeros(4, 4))], comm).wait()
+
+
+def stepped_in_another_shape(comm, averager):
+    state = averager.init([("w", torch.zeros(4, 4))], comm)
+    averager.step(state, [("w", torch.zeros(5, 4))], comm).wait()
+
+
+def stepped_twice_in_one_call(comm, averager):
+    state = averager.init([("w", torch.zeros(4, 4))], comm)
+    averager.step(state, [("w", torch.zeros(4, 4)), ("w", torch.zeros(4, 4))], comm).wait()
+
+
 GRADIENTS = (tw.Mean(), tw.Mean(tw.TopK(0.5), tw.ErrorFeedback()), tw.PowerSGD(), tw.average.Dion())
 ALL = (*GRADIENTS, tw.ByName({"*": tw.Mean()}), tw.Mix())
 
@@ -44,6 +59,21 @@ ALL = (*GRADIENTS, tw.ByName({"*": tw.Mean()}), tw.Mix())
             stepped_without_commit,
             (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
             r"\['w', 'v'\] were stepped in this round already",
+        ),
+        (
+            stepped_under_another_name,
+            (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
+            r"step takes tensors of init, got 'v'.*init got the names \['w'\]",
+        ),
+        (
+            stepped_in_another_shape,
+            (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
+            r"got 'w' of shape \(5, 4\), and init got that name with shape \(4, 4\)",
+        ),
+        (
+            stepped_twice_in_one_call,
+            (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
+            r"step needs each tensor once, got \['w', 'w'\]",
         ),
         (no_tensors, GRADIENTS, "step needs one tensor or more"),
         (

@@ -414,6 +414,21 @@ def test_an_error_of_one_worker_is_told_to_the_others(strategy, own):
     assert first == f"rank 1 failed: {second}"
 
 
+def one_does_not_know_a_name(comm, own: bool) -> str:
+    model = nn.Linear(2, 2)
+    codec = "Unregistered" if comm.rank else "Cast"
+    with pytest.raises(ValueError) as found:
+        tw.attach(model, None, f"Gradients(Mean({codec}()))", comm=None if own else comm)
+    return str(found.value)
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_a_name_that_one_worker_does_not_know_is_told_to_the_others(own):
+    """They waited for it until the time limit of their process group."""
+    first, second = spawn(2, one_does_not_know_a_name, own, comm_timeout_seconds=10.0)
+    assert second.startswith("unknown name 'Unregistered'") and first == f"rank 1 failed: {second}"
+
+
 @pytest.mark.parametrize("strategy", ONE_EACH)
 def test_a_missing_process_group_is_said(strategy):
     """`Asynchronous` said that it was not connected yet."""

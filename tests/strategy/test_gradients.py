@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from dataclasses import dataclass
 from datetime import timedelta
 
 import pytest
@@ -273,6 +274,14 @@ def test_a_parameter_that_is_frozen_later_stays_as_it_is():
     assert len(set(tw.LocalWorld(2).run(worker))) == 1
 
 
+@dataclass(frozen=True, repr=False)
+class WithoutHandle(tw.Mean):
+    """Forgets to return what `wait` is called on."""
+
+    def step(self, state, tensors, comm, scale=1.0):
+        super().step(state, tensors, comm, scale)
+
+
 def test_mistakes_have_one_clear_line():
     with contextlib.ExitStack() as stack:
         if not dist.is_initialized():
@@ -286,6 +295,10 @@ def test_mistakes_have_one_clear_line():
             tw.compress_gradients(nn.Linear(2, 2), tw.Mix(tw.Ring()), comm=comm)
         with pytest.raises(ValueError, match="bucket_bytes"):
             tw.compress_gradients(nn.Linear(2, 2), SPARSE, comm=comm, bucket_bytes=0)
+        model = nn.Linear(2, 2)
+        with tw.compress_gradients(model, WithoutHandle(), comm=comm):
+            with pytest.raises(ValueError, match=r"WithoutHandle\(\): step must return a Handle, got None"):
+                model(torch.ones(1, 2)).sum().backward()
         embedding = nn.Embedding(5, 3, sparse=True)
         tw.compress_gradients(embedding, SPARSE, comm=comm)
         with pytest.raises(ValueError, match="'weight' is sparse"):

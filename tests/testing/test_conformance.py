@@ -161,6 +161,16 @@ class Biased(tw.codec.SignNorm):
 
 
 @dataclass(frozen=True, repr=False)
+class SignOfAll(tw.Cast):
+    """Votes by the sign, which an infinity has too."""
+
+    traits = tw.codec.Traits(votes=True)
+
+    def combine(self, totals):
+        torch._foreach_sign_(totals)
+
+
+@dataclass(frozen=True, repr=False)
 class Drawing(tw.Cast):
     """Draws from the global random numbers to decode."""
 
@@ -397,6 +407,20 @@ class Unsaved(tw.codec.AdaptiveCodec):
         state.scale, state.learned_at = float(learned[0]), step
 
 
+@dataclass
+class CountingState(RoundingState):
+    largest: float = own(default=0.0)
+
+
+@dataclass(frozen=True, repr=False)
+class Counting(Rounding):
+    """Keeps a number of its own, which no other number of workers can share out."""
+
+    @staticmethod
+    def _state(tensors):
+        return CountingState({name: torch.zeros(t.shape) for name, t in tensors})
+
+
 @dataclass(frozen=True, repr=False)
 class Amnesic(Rounding):
     """Never commits what it lost."""
@@ -445,6 +469,7 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (lambda: check_codec(Trusting(), named=False), "was accepted for shape"),
         (lambda: check_codec(Careless(), named=False), "the residual is not"),
         (lambda: check_codec(Biased(), named=False), "is not unbiased"),
+        (lambda: check_codec(SignOfAll(), named=False), "was lost by `combine`"),
         (lambda: check_codec(Drawing(), named=False), "touched the global random state"),
         (lambda: check_memory(Hasty(), named=False), "memory changed before commit"),
         (lambda: check_memory(Absent(), named=False), "commit keeps nothing"),
@@ -462,6 +487,10 @@ def test_an_averager_of_gradients_from_scratch_keeps_the_contract():
         (lambda: check_averager(Unchecked(), sizes=(2,), named=False), "init accepts tensors that differ"),
         (lambda: check_averager(Poisoned(), sizes=(2,), named=False), "a round that was not committed changed memory"),
         (lambda: check_averager(Sticky(), sizes=(2,), named=False), "after an infinite one is called not finite"),
+        (
+            lambda: check_averager(Counting(), sizes=(2,), named=False),
+            r"largest is own\(\).* must be a tensor, got 0.0",
+        ),
         (lambda: check_averager(Amnesic(), sizes=(2,), named=False), "commit keeps nothing of rounds that lost"),
         (lambda: check_averager(Silent(), sizes=(2,), named=False), "do not point where the means do"),
         (lambda: check_averager(Unscaled(), sizes=(2,), named=False), "the loss scale changes results"),
@@ -521,6 +550,35 @@ class Fractional(tw.Cast):
 
 
 @dataclass(frozen=True, repr=False)
+class Plainly(tw.codec.Codec):
+    """Sends float32 as it lies in memory, and reads it so."""
+
+    copies: bool = False
+
+    def encode_segments(self, segments, keys, residuals):
+        for r in residuals or []:
+            segments = [s.clone() for s in segments]
+            r.zero_()
+        is_lone = len(segments) == 1 and not self.copies
+        return (segments[0] if is_lone else torch.cat(segments)).view(torch.uint8)
+
+    def decode_add_segments(self, payload, outs, weight, keys):
+        for out, sent in zip(outs, payload.view(torch.float32).split([o.numel() for o in outs]), strict=True):
+            out.add_(sent, alpha=weight)
+
+    def segments_nbytes(self, numels):
+        return 4 * sum(numels)
+
+
+@dataclass(frozen=True, repr=False)
+class Strided(tw.Cast):
+    """Returns every second byte of a buffer."""
+
+    def encode_segments(self, segments, keys, residuals):
+        return super().encode_segments(segments, keys, residuals).repeat_interleave(2)[::2]
+
+
+@dataclass(frozen=True, repr=False)
 class InDict(tw.ErrorFeedback):
     def init(self, tensors, dense=()):
         return {name: torch.zeros(t.numel()) for name, t in tensors}
@@ -568,6 +626,9 @@ class Halves(tw.topology.Topology):
         ),
         (lambda: check_codec(Returning(what=[1])), r"what=\[1\].: unhashable type: 'list'; use tuples"),
         (lambda: check_codec(Returning(), named=False), "a payload is a vector of uint8, got NoneType"),
+        (lambda: check_codec(Strided(), named=False), r"a payload is contiguous, got strides \(2,\)"),
+        (lambda: check_codec(Plainly(), named=False), "or it shares memory with the input, which may change"),
+        (lambda: check_codec(Plainly(copies=True), named=False), "1 modulo 4 is not decoded.*kernels.payload_as"),
         (lambda: check_codec(Fractional(), named=False), r"nbytes must be an int, got 2\.0"),
         (lambda: check_memory(tw.TopK(0.1)), r"derived from Memory, got TopK\(ratio=0.1\)"),
         (lambda: check_memory(Bufferless(), named=False), "compensate returns a flat float32 buffer, got NoneType"),

@@ -32,7 +32,7 @@ Units. Under a loss scaler the tensors come multiplied by `scale`, and leave so;
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,12 +71,14 @@ class AveragerState(State):
         finite: whether all results of the round so far were finite as the tensors hold them; `commit` alone reads it.
         clock: times the phases of rounds.
         stepped: the names of the tensors that were stepped in this round.
+        shapes: of the tensors of `init` by name, which `begin_step` compares; empty compares nothing.
     """
 
     progress: Progress = shared(default=Progress())
     finite: Flag = pending(default=True)
     clock: Clock = config(default_factory=Clock)
     stepped: set[str] = pending(default_factory=set)
+    shapes: Mapping[str, torch.Size] = config(default_factory=dict)
 
 
 class Averager(Algorithm, ABC):
@@ -221,18 +223,34 @@ def check_pairs(tensors: NamedTensors, rank: int) -> None:
 
 
 def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, rank: int) -> None:
-    """Raise ValueError unless there are tensors, each stepped once in a round; averagers of gradients begin `step` with it."""
+    """Raise ValueError unless there are tensors, those of `init`, each stepped once in a round; averagers of gradients begin
+    `step` with it."""
     # This runs for each bucket, so messages are built only when they are raised.
     check_pairs(tensors, rank)
     if not tensors:
         raise ValueError(f"rank {rank}: {averager}: step needs one tensor or more, got none")
-    names = [name for name, _ in tensors]
+    shapes = state.shapes
+    names = [name for name, t in tensors if not shapes or shapes.get(name) == t.shape]
+    if len(names) < len(tensors):
+        raise _not_of_init(averager, shapes, tensors, rank)
+    if len(set(names)) < len(names):
+        raise ValueError(f"rank {rank}: {averager}: step needs each tensor once, got {names[:5]}")
     if again := [name for name in names if name in state.stepped]:
         raise ValueError(
             f"rank {rank}: {averager}: {again[:5]} were stepped in this round already; call commit(state) at the end of each "
             "round, or discard(state) to give it up"
         )
     state.stepped.update(names)
+
+
+def _not_of_init(averager: Averager, shapes: Mapping[str, torch.Size], tensors: NamedTensors, rank: int) -> ValueError:
+    """The error of `step` with tensors that `init` did not get."""
+    name, t = next((name, t) for name, t in tensors if shapes.get(name) != t.shape)
+    expected = f"that name with shape {tuple(shapes[name])}" if name in shapes else f"the names {list(shapes)[:5]}"
+    return ValueError(
+        f"rank {rank}: {averager}: step takes tensors of init, got {name!r} of shape {tuple(t.shape)}, and init got "
+        f"{expected}; call init with all tensors that will be stepped"
+    )
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:

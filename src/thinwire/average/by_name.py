@@ -192,7 +192,14 @@ class ByName(Averager):
 
     def step(self, state: ByNameState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         check_pairs(tensors, comm.rank)
-        parts = _split(tensors, state.owners, self._children)
+        try:
+            parts = _split(tensors, state.owners, self._children)
+        except KeyError as error:
+            known = list(state.owners)[:5]
+            raise ValueError(
+                f"rank {comm.rank}: {self}: step takes tensors of init, got {error}, and init got the names {known}; call init "
+                "with all tensors that will be stepped"
+            ) from None
 
         def begin() -> list[Handle]:
             each = zip(self._with(state), parts.values(), strict=True)

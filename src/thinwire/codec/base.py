@@ -10,7 +10,8 @@ Shapes. Most codecs treat a segment as a vector, so `decode`, `decode_add` and `
 only. Codecs with `needs_shape`, such as `SVD`, use the shape of a segment, and the receiver must know that shape. Every
 argument that takes a number of elements also takes a `torch.Size`; the number n means the shape (n,).
 
-Payload. A one-dimensional uint8 tensor on the device of the input. Sub-byte values are bit-packed, indices are coded,
+Payload. A contiguous one-dimensional uint8 tensor on the device of the input, in memory of its own: results may be written
+into the input while the payload is still read. Sub-byte values are bit-packed, indices are coded,
 and scales are part of the payload. Nothing else is sent; `docs/wire.md` says what every byte means. The receiver knows
 the codec and the number of elements, so the payload repeats neither.
 
@@ -48,7 +49,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from itertools import zip_longest
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
@@ -209,7 +210,7 @@ class Codec(Algorithm, ABC):
         return None
 
     def combine(self, totals: list[Tensor]) -> None:
-        """With `votes`: turn the sums of all workers' decodings into the result, in place."""
+        """With `votes`: turn the sums of all workers' decodings into the result, in place; NaN and infinity stay such."""
         raise NotImplementedError(f"{self} takes no vote: its decodings are averaged")
 
     def section_nbytes(self, size: Any) -> tuple[int, ...] | None:
@@ -230,18 +231,22 @@ class Codec(Algorithm, ABC):
             >>> tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)).parts()
             (TopK(ratio=0.1), QSGD(bits=4))
         """
-        return tuple(self._named_parts().values())
+        values = self._named_parts().values()
+        return tuple(part for value in values for part in (value if isinstance(value, tuple) else (value,)))
 
     def map(self, fn: Callable[[Codec], Codec]) -> Codec:
         """The same codec with `fn(part)` in place of each part."""
-        parts = {name: fn(part) for name, part in self._named_parts().items()}
+        parts = {
+            name: tuple(map(fn, value)) if isinstance(value, tuple) else fn(value)
+            for name, value in self._named_parts().items()
+        }
         # Without parts the same instance, which keeps its cached properties.
         return replace(self, **parts) if parts else self
 
-    def _named_parts(self) -> dict[str, Codec]:
-        """The fields that hold codecs."""
+    def _named_parts(self) -> dict[str, Codec | tuple[Codec, ...]]:
+        """The fields that hold a codec, or a tuple of codecs alone."""
         values = ((field.name, getattr(self, field.name)) for field in fields(self))
-        return {name: value for name, value in values if isinstance(value, Codec)}
+        return {name: value for name, value in values if _is_codecs(value)}
 
     def pick(self, positions: Sequence[int]) -> Codec:
         """The codec of the layers at `positions` alone; itself unless it gives each layer a codec of its own."""
@@ -362,6 +367,11 @@ def join_payloads(payloads: Sequence[Tensor], sections: Sequence[Sequence[int]])
 def _by_section(sections: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     """The bytes of all groups in each section; a group without segments has none."""
     return list(zip_longest(*sections, fillvalue=0))
+
+
+def _is_codecs(value: object) -> TypeGuard[Codec | tuple[Codec, ...]]:
+    many = isinstance(value, tuple) and len(value) > 0 and all(isinstance(item, Codec) for item in value)
+    return many or isinstance(value, Codec)
 
 
 def _numel_of(tensors: Sequence[Tensor]) -> int:

@@ -20,6 +20,8 @@ A derived class defines:
     `_share`                     what a worker that joins an elastic run gets, and how it takes that over
     `_ready`                     wait until the communicator is free for the caller
     `_finish`, `_abandon`        end what is in flight: with the other workers; without them after an error, also of `_finish`
+    `self._transaction`          for elastic runs: `attempt()` around the messages of a round, then `end(success)`; the averager
+                                 commits if that returns True. A strategy without them says so by `has_common_steps`
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
 """
 

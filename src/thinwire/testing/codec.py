@@ -83,6 +83,7 @@ def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
     assert _same_bits(x, before), f"{where}: encode changed its input"
     is_payload = isinstance(payload, Tensor) and payload.dtype == torch.uint8 and payload.ndim == 1
     assert is_payload, f"{where}: a payload is a vector of uint8, got {described(payload)}"
+    assert payload.is_contiguous(), f"{where}: a payload is contiguous, got strides {payload.stride()}"
     _check_size(codec, payload, codec.nbytes(x.shape), where)
     decoded = codec.decode(payload, x.shape, key)
     assert isinstance(decoded, Tensor) and decoded.shape == x.shape
@@ -90,6 +91,12 @@ def check_encoding(codec: Codec, x: Tensor, key: Key) -> None:
     in_place = x.clone()
     assert torch.equal(codec.encode(in_place, key, in_place), payload), f"{where}: another payload in place"
     assert _same(in_place, residual), f"{where}: another residual in place"
+    # The result of a round may be written into the input while its payload is still read.
+    alone = codec.encode(overwritten := x.clone(), key)
+    overwritten.fill_(math.nan)
+    assert torch.equal(alone, payload), (
+        f"{where}: without a residual the payload is another one, or it shares memory with the input, which may change"
+    )
     with kernels.use_backend("reference"):
         assert torch.equal(codec.encode(x, key), payload), f"{where}: the reference kernels give other bytes"
         again = codec.decode(payload, x.shape, key)
@@ -246,6 +253,9 @@ def _check_not_finite(codec: Codec, device: torch.device) -> None:
             x[position] = bad
             decoded = _decoded(codec, codec.encode(x, key), x.shape, key)
             assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
+            if codec.traits.votes:
+                codec.combine([decoded])
+                assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost by `combine`"
 
 
 def _check_addresses(codec: Codec, device: torch.device) -> None:
@@ -265,7 +275,13 @@ def _check_addresses(codec: Codec, device: torch.device) -> None:
     for offset in (1, 2, 3):
         memory = torch.empty(payload.numel() + offset, dtype=torch.uint8, device=device)
         unaligned = memory[offset:].copy_(payload)
-        same = all(map(_same_bits, decoded(unaligned), truth))
+        try:
+            same = all(map(_same_bits, decoded(unaligned), truth))
+        except RuntimeError as error:
+            raise AssertionError(
+                f"{codec}: a payload at an address of {offset} modulo 4 is not decoded: {error}; read it with "
+                "kernels.payload_as"
+            ) from None
         assert same, f"{codec}: a payload at an address of {offset} modulo 4 decodes otherwise"
         for short in (unaligned[:offset], unaligned[:-offset], payload[: payload.numel() // 2]):
             _check_refused(codec, short, x.shape, key)

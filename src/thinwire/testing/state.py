@@ -69,7 +69,10 @@ def check_redistribution(
     for rank, state in enumerate(after):
         redistribute(state, saved, rank, len(after))
     moved = f"{owner}: from {len(before)} to {len(after)} workers,"
-    for name in of_kind(before[0], "own"):
+    for name, value in of_kind(before[0], "own").items():
+        assert isinstance(value, Tensor), (
+            f"{owner}: {name} is own(), whose mean is kept among other workers, so it must be a tensor, got {value!r}"
+        )
         # In float64, so that the means of this check add no rounding of their own.
         old, new = (torch.stack([of_kind(s, "own")[name] for s in states]).double() for states in (before, after))
         largest = old.abs().max().item() if old.numel() else 0.0

@@ -119,6 +119,9 @@ def test_its_comparison_has_six_methods_on_two_tasks_and_both_tasks_train(packag
         ("lambda", "small letters, digits and hyphens"),
         ("cast", "an algorithm is called Cast already"),
         (".", "small letters, digits and hyphens"),
+        ("none", "None is a word of Python"),
+        ("thinwire", "there is a module thinwire already"),
+        ("json", "there is a module json already"),
     ],
 )
 def test_a_name_that_serves_no_package_is_refused(name, message, tmp_path):

@@ -23,6 +23,7 @@ WRONG = {
     "all": "the test batches of 2 workers do not add up to the test set of one: Broken has sums",
     "means": r"the test batches of \d workers do not add up to the test set of one: Broken has sums",
     "names": r"Broken.metrics returns \['acc', 'loss'\], and metric_names are \('loss', 'accuracy'\)",
+    "tensors": r"Broken.metrics must return numbers, got {'loss': 'Tensor', 'accuracy': 'Tensor'}; tensors have `item\(\)`",
     "empty": "the test set of Broken has no label that counts",
 }
 
@@ -57,6 +58,8 @@ class Broken(Tensors):
 
     def metrics(self, sums_K):
         found = super().metrics(sums_K)
+        if self.what == "tensors":
+            return {name: torch.tensor(value) for name, value in found.items()}
         return {"loss": found["loss"], "acc": found["accuracy"]} if self.what == "names" else found
 
 

@@ -101,6 +101,7 @@ class Dion(Averager):
                 name: torch.zeros((len(t), columns(t)), dtype=torch.float32, device=t.device) for name, t in matrices
             },
             q={name: _unit_rows(warm_start(q, seed, name, self.rank), q) for name, q in empty.items()},
+            shapes={name: t.shape for name, t in tensors},
         )
 
     def step(self, state: DionState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:

@@ -139,6 +139,7 @@ class PowerSGD(Averager):
             seed=seed,
             memory=None if self.memory is None else check_state(self.memory.init(matrices), self.memory),
             q={name: torch.empty(0, columns(t), dtype=torch.float32, device=t.device) for name, t in matrices},
+            shapes={name: t.shape for name, t in tensors},
         )
 
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:

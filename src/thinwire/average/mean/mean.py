@@ -220,6 +220,7 @@ class Mean(Averager):
         memory = None if self.memory is None else check_state(self.memory.init(encoded, dense), self.memory)
         # An elastic communicator has one worker until its first round, which regroups.
         state = MeanState(seed, memory, *self._choose(tensors, comm, must_fit=not comm.is_elastic))
+        state.shapes = {name: t.shape for name, t in tensors}
         state.shares = _shares(state, comm)
         state.wholes = {name: Whole.of(self.codec, t) for name, t in encoded}
         state.owner_memory = self._owner_memory(state, comm)

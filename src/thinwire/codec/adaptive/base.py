@@ -56,7 +56,7 @@ class AdaptiveCodec(Codec):
         """The share of a round that may wait for the line, for a codec that follows it; None for others."""
         return None
 
-    def _named_parts(self) -> dict[str, Codec]:
+    def _named_parts(self) -> dict[str, Codec | tuple[Codec, ...]]:
         return {}  # codecs in its fields are what it chooses from
 
     def settings(self) -> tuple[Codec, ...]:

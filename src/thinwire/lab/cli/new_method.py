@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import keyword
 import re
 import sysconfig
@@ -52,6 +53,12 @@ def write_package(folder: Path) -> None:
         f"a method's name has small letters, digits and hyphens, such as nearest-levels, got {name!r}",
     )
     module, codec = name.replace("-", "_"), "".join(part.capitalize() for part in name.split("-"))
+    require(
+        not keyword.iskeyword(codec), f"{codec} is a word of Python, so no class has this name; choose another name"
+    )
+    found = importlib.util.find_spec(module)
+    # A folder without __init__.py is found too, and has no origin.
+    require(found is None or found.origin is None, f"there is a module {module} already; choose another name")
     require(codec not in known_names(), f"an algorithm is called {codec} already; choose another name")
     require(not folder.exists(), f"{folder} exists; choose another name, or remove it")
     with able_to(f"write {folder}", "make it elsewhere: thinwire new-method PLACE/NAME"):

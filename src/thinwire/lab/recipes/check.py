@@ -79,6 +79,8 @@ def _check_names(metrics: dict[str, float], data: Dataset) -> None:
     missing = [name for name in ("loss", *metrics) if name not in metrics or name not in data.metric_names]
     name = type(data).__name__
     require(not missing, f"{name}.metrics returns {sorted(metrics)}, and metric_names are {data.metric_names}")
+    others = {metric: type(value).__name__ for metric, value in metrics.items() if not isinstance(value, (int, float))}
+    require(not others, f"{name}.metrics must return numbers, got {others}; tensors have `item()`")
 
 
 def _check_test_set(data: Dataset, module: torch.nn.Module, batch_size: int) -> None:

@@ -181,10 +181,12 @@ class GradientRounds:
         order = self._order
         if order is not None:
             tensors.sort(key=lambda pair: order[pair[0]])
-        handle = None
+        handle: Any = None  # of any class, from someone's own averager
         if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
             with self._transaction.attempt(), self._work.after_caller():
                 handle = self._averager.step(self._state, tensors, self._comm, self._scale)
+                if handle is None:  # which stands for a round that has failed
+                    raise ValueError(f"{self._averager}: step must return a Handle, got None")
         if handle is None:
             self._is_broken = True
             for _, future, buffer in held:

@@ -70,7 +70,8 @@ def codec_statistics(strategy: AveragerAttachment, gradients: Mapping[str, Tenso
     variance = _variance(codec, _encoded(mean, list(gradients.values())))
     if variance is not None:
         found["variance"] = variance
-    levels = level_values(codec) if mean.codec.traits.adaptive is not None else None
+    has_levels = mean.codec.traits.adaptive is not None and not codec.traits.by_layer  # of all layers alike
+    levels = level_values(codec) if has_levels else None
     if levels is not None:
         found["levels"] = list(levels)
     return found
