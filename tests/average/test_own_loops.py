@@ -15,6 +15,17 @@ def stepped_without_commit(comm, averager):
     averager.step(state, tensors, comm)
 
 
+def committed_before_wait(comm, averager):
+    state, tensors = averager.init([("w", torch.zeros(6, 4))], comm), [("w", torch.zeros(6, 4))]
+    for _ in range(2):  # a round that is given up needs no wait
+        averager.step(state, tensors, comm)
+        averager.discard(state)
+    averager.step(state, tensors, comm).wait()
+    averager.commit(state)
+    averager.step(state, tensors, comm)
+    averager.commit(state)
+
+
 def pairs_from_a_generator(comm, averager):
     averager.init(torch.nn.Linear(4, 4).named_parameters(), comm)
 
@@ -74,6 +85,11 @@ ALL = (*GRADIENTS, tw.ByName({"*": tw.Mean()}), tw.Mix())
             stepped_twice_in_one_call,
             (*GRADIENTS, tw.ByName({"*": tw.Mean()})),
             r"step needs each tensor once, got \['w', 'w'\]",
+        ),
+        (
+            committed_before_wait,
+            (*GRADIENTS, tw.ByName({"*": tw.PowerSGD()})),
+            r"commit\(state\) comes after the wait\(\) of each handle of the round, and 1 had none",
         ),
         (no_tensors, GRADIENTS, "step needs one tensor or more"),
         (

@@ -20,10 +20,10 @@ from .. import kernels
 from ..algorithm import require
 from ..clock import Clock
 from ..comm import Communicator, Handle
-from ..membership import State, check_state, config, nested
+from ..membership import State, check_state, config, nested, pending
 from ..options import require_kind
 from ..schedule import Progress
-from .base import Averager, Before, NamedTensors, check_agreement, check_pairs
+from .base import Averager, Before, NamedTensors, check_agreement, check_pairs, not_waited
 from .traits import AveragerTraits
 
 
@@ -34,11 +34,13 @@ class ByNameState(State):
     Args:
         children: the state of each child, by its pattern.
         owners: tensor name -> pattern of the child that averages it.
+        waits: see `AveragerState`.
     """
 
     children: dict[str, Any] = nested()
     owners: dict[str, str] = config()
     clock: Clock = config(default_factory=Clock)
+    waits: int = pending(default=0)
 
     @property
     def progress(self) -> Progress:
@@ -206,14 +208,18 @@ class ByName(Averager):
             return [child.step(child_state, part, comm, scale) for (child, child_state), part in each if part]
 
         begun = begin() if self.sends_at_once(state) else None
+        state.waits += 1
 
         def wait() -> None:
             for handle in begin() if begun is None else begun:
                 handle.wait()
+            state.waits -= 1
 
         return Handle(wait)
 
     def commit(self, state: ByNameState) -> bool:
+        if state.waits:
+            raise not_waited(self, state)
         finite = kernels.flags.read(state.finite)
         state.finite = finite  # of every child, so that one that is not finite makes all of them discard
         for child, child_state in self._with(state):
@@ -223,6 +229,7 @@ class ByName(Averager):
     def discard(self, state: ByNameState) -> None:
         for child, child_state in self._with(state):
             child.discard(child_state)
+        state.waits = 0
 
     def diagnostics(self, state: ByNameState) -> dict[str, float]:
         """Those of the children, behind their patterns."""

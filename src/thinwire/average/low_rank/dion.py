@@ -24,7 +24,7 @@ from ... import kernels
 from ...comm import Communicator, Handle
 from ...membership import config, own, pending, shared
 from ...options import require_integer, require_number
-from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement
+from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, not_waited
 from ..traits import AveragerTraits
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
@@ -115,6 +115,8 @@ class Dion(Averager):
         return Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
 
     def commit(self, state: DionState) -> bool:
+        if state.waits:
+            raise not_waited(self, state)
         finite = kernels.flags.read(state.finite)
         if finite:
             for name, (momentum, q) in state.pending.items():
@@ -155,6 +157,7 @@ class Dion(Averager):
             results = kernels.all_finite([*(t for _, t in matrices), *dense])
             # A row of R may be infinite, and its unit vector not.
             state.finite = kernels.flags.all_of([state.finite, results, kernels.all_finite(totals)])
+        state.waits -= 1
 
 
 def _unit_rows(q: Tensor, old: Tensor) -> Tensor:

@@ -33,7 +33,16 @@ from ...membership import Form, check_state, config, copied, nested, pending, re
 from ...memory import ErrorFeedback, Memory
 from ...options import require_integer
 from ...schedule import Schedule, resolve
-from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, copy_changed, result_buffers
+from ..base import (
+    Averager,
+    AveragerState,
+    NamedTensors,
+    begin_step,
+    check_agreement,
+    copy_changed,
+    not_waited,
+    result_buffers,
+)
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
 
@@ -159,6 +168,8 @@ class PowerSGD(Averager):
         return Handle(lambda: self._finish(state, parts, qs, ps, dense, comm))
 
     def commit(self, state: PowerSGDState) -> bool:
+        if state.waits:
+            raise not_waited(self, state)
         finite = kernels.flags.read(state.finite)
         if finite:
             state.q.update(state.pending_q)
@@ -236,6 +247,7 @@ class PowerSGD(Averager):
             others = kernels.all_finite(outs[len(matrices) :])
             finite = kernels.flags.all_of([finite, others, copy_changed(outs, targets)])
             state.finite = kernels.flags.both(state.finite, finite)
+        state.waits -= 1
 
 
 def _bases(ps: list[Tensor]) -> list[Tensor]:

@@ -34,7 +34,7 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, Before, NamedTensors, begin_step, check_agreement, copy_changed, result_buffers
+from ..base import Averager, Before, NamedTensors, begin_step, check_agreement, copy_changed, not_waited, result_buffers
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
@@ -331,6 +331,8 @@ class Mean(Averager):
         return chosen if state.rule is None else chosen | state.rule.diagnostics()
 
     def commit(self, state: MeanState) -> bool:
+        if state.waits:
+            raise not_waited(self, state)
         finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
             if finite and not state.was_not_finite:
@@ -354,6 +356,7 @@ class Mean(Averager):
             state.rule.judgement = None
         state.flights.clear()
         state.stepped.clear()
+        state.waits = 0
         if self._follows_line:
             state.meter.discard(state.waited_seconds)
         state.finite, state.was_not_finite = True, False
@@ -464,6 +467,7 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
             written = [copy_changed(totals, outs), copy_changed(means, dense_outs)]
             state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
+        state.waits -= 1
 
 
 @dataclass(frozen=True)
