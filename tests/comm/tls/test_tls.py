@@ -26,7 +26,7 @@ from thinwire.comm.elastic.lighthouse import met
 from thinwire.comm.store import connected_store, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store
-from thinwire.comm.tls.connections import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls.connections import ACCEPTED, Client, Listener, Refused, connect_tls, read_frame, send_frame
 from thinwire.comm.tls.store import MAX_TABLE_BYTES
 
 SOON = timedelta(seconds=20)
@@ -123,6 +123,32 @@ def test_both_ends_of_a_line_with_a_long_round_trip_choose_their_congestion_cont
         expected = b"reno" if slow_seconds == 0 else chosen(other)
         assert (chosen(own), chosen(heard)) == (expected, expected)
         assert chosen(other) != b"reno"
+
+
+def test_an_answer_that_comes_byte_by_byte_must_be_whole_in_time():
+    """The limit held for each part that came, so such a listener kept its caller waiting for as long as it liked."""
+    is_over = threading.Event()
+    at_last = threading.Timer(30, is_over.set)
+
+    def drip():
+        caller, _ = door.accept()
+        with caller, contextlib.suppress(OSError):
+            caller.sendall(ACCEPTED + struct.pack("!I", 1000))
+            while not is_over.wait(0.1):
+                caller.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        at_last.start()
+        client, began = Client("127.0.0.1", door.getsockname()[1], None), time.monotonic()
+        with pytest.raises(TimeoutError):
+            client.ask(b"what", seconds=1.0)
+        took = time.monotonic() - began
+        at_last.cancel()
+        is_over.set()
+        dripping.join()
+    assert 0.9 < took < 20
 
 
 def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listener, credentials):
@@ -403,7 +429,7 @@ def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_
     """Each round with other workers made two connections, one after the other, and left both; a store takes some thousands."""
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
     place, before, made = f"127.0.0.1:{ours.port}", set(tls_store._open), []
-    monkeypatch.setattr(lighthouse, "connected_store", lambda *args: made.append(connected_store(*args)) or made[-1])
+    monkeypatch.setattr(lighthouse, "TlsStore", lambda *args: made.append(connected_store(*args)) or made[-1])
     rounds = Groups(SOON, credentials[1])
     with met(place, "round", 0, 1, SOON, credentials[1]) as store:
         rounds.connect(store, 0, 1, SOON)

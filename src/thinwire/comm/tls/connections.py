@@ -77,16 +77,18 @@ def send_frame(connection: socket.socket, *fields: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> list[bytes]:
-    """The fields of the next frame.
+def read_frame(
+    connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES, deadline: float | None = None
+) -> list[bytes]:
+    """The fields of the next frame. The deadline is that of `read_exactly`.
 
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
-    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline))
     if size > max_bytes:
         raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
-    return list(_fields(read_exactly(connection, size)))
+    return list(_fields(read_exactly(connection, size, deadline)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
@@ -392,11 +394,11 @@ class Client:
                 # No check before: another thread may take the last one meanwhile.
                 connection, is_new = self._idle.pop(), False
             except IndexError:
-                connection, is_new = self._connected(seconds), True
+                connection, is_new = self._connected(max(0.1, deadline - time.monotonic())), True
             try:
                 set_deadline(connection, deadline)
                 send_frame(connection, *fields)
-                answer = read_frame(connection)
+                answer = read_frame(connection, deadline=deadline)
             except OSError:
                 connection.close()
                 if is_new or not is_repeatable or time.monotonic() > deadline:
