@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -166,6 +167,35 @@ def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listene
     for one in silent:
         one.close()
     wait_until(lambda: not listener._greeting, "all are gone", 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_callers_that_ask_nothing_leave_descriptors_to_others(monkeypatch, caplog):
+    """Without credentials everybody is accepted. Hundreds of silent callers took a worker's descriptors: it left its run."""
+    monkeypatch.setattr(connections, "_idle", {})
+    monkeypatch.setattr(connections, "max_descriptors", lambda: 40)
+    one, other = (Listener("127.0.0.1", 0, None, lambda question: [b"to", *question]) for _ in range(2))
+    client = Client("127.0.0.1", one.port, None)
+    client.connect(20)
+    (before,) = client._idle
+
+    def has_ended(caller):
+        with contextlib.suppress(BlockingIOError):
+            return caller.recv(2) == b""
+        return False
+
+    with caplog.at_level(logging.WARNING, "thinwire"), contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 20, ("127.0.0.2", 0)))
+            for port in [one.port, other.port] * 7
+        ]
+        for caller in silent:
+            caller.setblocking(False)
+        wait_until(lambda: sum(map(has_ended, silent)) == 5, "10 of 15 are left", 20)
+        assert client.ask(b"hello", seconds=20) == [b"to", b"hello"] and client._idle == [before]
+    assert "from 127.0.0.2" in caplog.text and "from 127.0.0.1" not in caplog.text
+    one.close()
+    other.close()
 
 
 def test_each_caller_too_many_sends_another_one_away(listener, monkeypatch):
