@@ -381,6 +381,16 @@ def test_a_communicator_that_was_closed_joins_no_round(monkeypatch):
     place.close()
 
 
+def test_a_communicator_without_a_lighthouse_leaves_no_listener(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    before = listening()
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        with pytest.raises(CommunicationError, match="does not answer"):
+            ElasticCommunicator(f"http://127.0.0.1:{deaf.getsockname()[1]}", quorum_seconds=0.5)
+        assert listening() <= before
+
+
 def test_only_an_elastic_communicator_has_rounds():
     def worker(comm):
         assert not comm.is_elastic and comm.in_round

@@ -108,8 +108,6 @@ class Forming:
         if processes.rank:
             self.asker = Asker(None, self._id)
             return
-        # Others read this worker's settings in its store. A round meets in the store of its first worker.
-        self._store = TlsStore(self.host, 0, timedelta(seconds=quorum_seconds), credentials, listens=True)
         try:
             with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
                 client = QuorumClient(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
@@ -118,6 +116,8 @@ class Forming:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
+        # Others read this worker's settings in its store. A round meets in the store of its first worker.
+        self._store = TlsStore(self.host, 0, timedelta(seconds=quorum_seconds), credentials, listens=True)
 
     def claims(
         self, seconds: float, history: History, rank: int, can_heal: bool, digest: str, state_port: int
