@@ -20,11 +20,11 @@ from helpers.keys import keys_of
 from helpers.program import wait_until
 from helpers.threads import failing_once
 
-from thinwire.comm import sockets
+from thinwire.comm import CommunicationError, sockets
 from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import met
-from thinwire.comm.store import connected_store, listening_store
+from thinwire.comm.store import connected_store, gathering, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store
 from thinwire.comm.tls.connections import ACCEPTED, Client, Listener, Refused, connect_tls, read_frame, send_frame
@@ -451,6 +451,26 @@ def test_a_key_that_comes_later_takes_one_question(credentials, monkeypatch):
     )
     threading.Timer(0.2, ours.set, ("late", "came")).start()
     assert theirs.get("late") == b"came" and len(asked) == 1
+    theirs.close()
+    ours.close()
+
+
+def test_a_meeting_asks_a_store_that_has_fallen_silent_no_further_question(credentials, monkeypatch):
+    """It asked who was missing, and so waited twice for a store that did not answer."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    asked, ask = [], theirs._client.ask
+
+    def silent_from_the_third_on(what, *rest, **options):
+        asked.append(what)
+        if len(asked) > 2:
+            raise TimeoutError("timed out")
+        return ask(what, *rest, **options)
+
+    monkeypatch.setattr(theirs._client, "ask", silent_from_the_third_on)
+    with pytest.raises(CommunicationError, match="rank 1: the store failed: .* does not answer: timed out"):
+        gathering(dist.PrefixStore("round", theirs), 1, 2, 5.0)("here")
+    assert asked == [b"add", b"compare", b"get"]
     theirs.close()
     ours.close()
 
