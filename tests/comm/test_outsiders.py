@@ -175,6 +175,23 @@ def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):
     assert caplog.messages == []
 
 
+def test_a_worker_has_no_more_connections_with_a_peer_than_a_line_takes(caplog):
+    """A worker that kept connecting took all descriptors of another one."""
+    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._secret, connections._engine = SECRET, mock.Mock(counts=lambda peer: SimpleNamespace(connections=256))
+    ours, theirs = socket.socketpair()
+    connections._greeting[ours] = "10.0.0.9"
+    greeting = threading.Thread(target=connections._greet, args=(ours, "10.0.0.9"))
+    with caplog.at_level(logging.WARNING, "thinwire"), theirs:
+        greeting.start()
+        with pytest.raises(ConnectionResetError):
+            introduce(theirs, 1, 0, SECRET, time.monotonic() + 20)
+        greeting.join()
+    connections.close()
+    assert "rank 0 closed a connection from 10.0.0.9, which is rank 1, which has 256 connections already" in caplog.text
+    connections._engine.attach.assert_not_called()
+
+
 def test_a_process_does_not_wait_for_a_peer_to_connect_again(monkeypatch):
     """The thread that gives it a few seconds was none of those that end with the process."""
     timers, reported = [], [[(_engine.ENDED, 0, 0)], [(_engine.FAILED, 0, 0)]]

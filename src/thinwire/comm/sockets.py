@@ -6,6 +6,7 @@ import contextlib
 import errno
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import Counter
@@ -135,6 +136,16 @@ def callers(
                 warn(error.strerror)
                 closed.wait(1.0)  # it would be tried again at once, and again
             yield None
+
+
+def max_descriptors() -> int:
+    """How many descriptors this process may have at a time."""
+    if sys.platform == "win32":
+        return sys.maxsize
+    import resource
+
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft  # which is -1 on Linux
 
 
 def be_patient(connection: socket.socket, silent_seconds: int) -> None:

@@ -94,6 +94,8 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
             store.compare_set(keys[rank], "", json.dumps(value))
             try:
                 said = _awaited(store, keys, timeout_seconds)
+            except dist.DistNetworkError:
+                raise  # a silent store does not say who is missing, and each further question would take its time
             except RuntimeError:
                 missing = [other for other, key in enumerate(keys) if not store.check([key])]
                 why = f"ranks {missing} did not come to the store within {timeout_seconds:g} seconds after rank {rank}"

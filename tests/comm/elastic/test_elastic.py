@@ -14,7 +14,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers.elastic import serve, worker
 from helpers.keys import keys_of
 from helpers.listeners import listening
@@ -27,6 +26,7 @@ from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
 from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
+from thinwire.comm.tls.store import TlsStore
 from thinwire.strategy.transaction import Transaction
 
 
@@ -275,26 +275,38 @@ def test_a_step_in_a_round_is_progress():
     assert [transaction.begin() for _ in range(3)] == [False] * 3 and len(progress) == 3
 
 
+def missing(port, rank, seconds):
+    """Who is missed in a round that meets in the store at a port, and after how many seconds."""
+    began = time.monotonic()
+    with pytest.raises(Missing) as raised, met(f"127.0.0.1:{port}", "place", rank, 2, timedelta(seconds=seconds)):
+        pass
+    return raised.value.ranks, time.monotonic() - began
+
+
 def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
     """The one that owns the store, whose port refuses; and another one, which does not come. The error names it."""
-
-    def missing(port, rank, seconds):
-        began = time.monotonic()
-        with pytest.raises(Missing) as raised, met(f"127.0.0.1:{port}", "place", rank, 2, timedelta(seconds=seconds)):
-            pass
-        return raised.value.ranks, time.monotonic() - began
-
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TlsStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
     with socket.socket() as deaf:  # nobody else gets its port, and it does not listen
         deaf.bind(("127.0.0.1", 0))
         dead, soon = missing(deaf.getsockname()[1], 1, 60)
     late, then = missing(store.port, 0, 3)
+    store.close()
     assert dead == [0] and late == [1]
     assert soon < 30 and 3 <= then < 33
 
 
+def test_the_owner_of_a_store_that_falls_silent_keeps_the_others_no_longer_than_the_limit():
+    """The system of a process that was stopped takes connections, and nothing answers. PyTorch's store has no limit then."""
+    with socket.create_server(("127.0.0.1", 0)) as stopped:
+        ends = threading.Timer(20, stopped.close)
+        ends.start()
+        silent, then = missing(stopped.getsockname()[1], 1, 1)
+        ends.cancel()
+    assert silent == [0] and 1 <= then < 18
+
+
 def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = TlsStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
 
     def worker(comm):
         group = Groups(timedelta(seconds=60))
@@ -367,6 +379,16 @@ def test_a_communicator_that_was_closed_joins_no_round(monkeypatch):
     with pytest.raises(ValueError, match=r"worker 7: a round on a communicator that was closed\. Close it last"):
         comm.form_round()
     place.close()
+
+
+def test_a_communicator_without_a_lighthouse_leaves_no_listener(monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    before = listening()
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        with pytest.raises(CommunicationError, match="does not answer"):
+            ElasticCommunicator(f"http://127.0.0.1:{deaf.getsockname()[1]}", quorum_seconds=0.5)
+        assert listening() <= before
 
 
 def test_only_an_elastic_communicator_has_rounds():

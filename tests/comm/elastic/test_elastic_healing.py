@@ -409,6 +409,15 @@ def test_a_round_that_has_ended_is_known_however_many_rounds_without_a_joiner_fo
     assert snapshots.answer([b"steps", b"round"]) == [GONE]
 
 
+def test_a_short_question_has_no_endless_answer():
+    """Each name was answered, however often it came: a question of 64 KB had an answer of gigabytes, all in memory."""
+    snapshots = Snapshots(lambda num_bytes: None)
+    snapshots.offer("round", {"x": packed(state())})
+    assert len(snapshots.answer([b"manifests", b"round", b"x"])) == 2
+    with pytest.raises(ValueError, match="3 names, and some of them twice"):
+        snapshots.answer([b"manifests", b"round", b"x", b"y", b"x"])
+
+
 def test_a_worker_whose_sources_die_while_it_takes_over_their_state_begins_no_run_anew(monkeypatch):
     """It had committed rounds. Its own state is replaced in part, and nobody is left with a whole one."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")

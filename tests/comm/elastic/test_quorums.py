@@ -14,7 +14,7 @@ from thinwire.comm.elastic import quorums
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.quorums import OK, QUORUM, WAIT, QuorumClient, Quorums
 from thinwire.comm.members import Version
-from thinwire.comm.tls.connections import Refused
+from thinwire.comm.tls.connections import Listener, Refused
 
 BEAT = 3.0
 
@@ -174,6 +174,17 @@ def test_a_claim_that_cannot_be_read_is_none_of_the_others_trouble(tmp_path):
     for number in range(2):
         data = {id: data for id, _, data in found[number]}
         assert data["2"] is None and data["0"]["number"] == 0 and data["1"]["number"] == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [[QUORUM, b"[" * 100_000], [QUORUM], [QUORUM, b"{}", b"{}"]], ids=["deep", "none", "two"]
+)
+def test_a_lighthouse_that_lies_has_not_answered(answer):
+    listener = Listener("127.0.0.1", 0, None, lambda question: answer)
+    client = QuorumClient(f"http://127.0.0.1:{listener.port}", None, 10)
+    with pytest.raises(ConnectionError, match="the Lighthouse gave an answer that is none"):
+        client.quorum(Claim("a", "10.0.0.1:1", 0, Version(), "", "", "", -1, "n"), 20.0)
+    listener.close()
 
 
 def test_credentials_belong_to_both_or_to_none(tmp_path):

@@ -8,6 +8,7 @@ import resource
 import socket
 import ssl
 import struct
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -19,14 +20,14 @@ from helpers.keys import keys_of
 from helpers.program import wait_until
 from helpers.threads import failing_once
 
-from thinwire.comm import sockets
+from thinwire.comm import CommunicationError, sockets
 from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import met
-from thinwire.comm.store import connected_store, listening_store
+from thinwire.comm.store import connected_store, gathering, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store
-from thinwire.comm.tls.connections import ACCEPTED, Listener, Refused, connect_tls, read_frame, send_frame
+from thinwire.comm.tls.connections import ACCEPTED, Client, Listener, Refused, connect_tls, read_frame, send_frame
 from thinwire.comm.tls.store import MAX_TABLE_BYTES
 
 SOON = timedelta(seconds=20)
@@ -125,6 +126,32 @@ def test_both_ends_of_a_line_with_a_long_round_trip_choose_their_congestion_cont
         assert chosen(other) != b"reno"
 
 
+def test_an_answer_that_comes_byte_by_byte_must_be_whole_in_time():
+    """The limit held for each part that came, so such a listener kept its caller waiting for as long as it liked."""
+    is_over = threading.Event()
+    at_last = threading.Timer(30, is_over.set)
+
+    def drip():
+        caller, _ = door.accept()
+        with caller, contextlib.suppress(OSError):
+            caller.sendall(ACCEPTED + struct.pack("!I", 1000))
+            while not is_over.wait(0.1):
+                caller.sendall(b"x")
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        dripping = threading.Thread(target=drip)
+        dripping.start()
+        at_last.start()
+        client, began = Client("127.0.0.1", door.getsockname()[1], None), time.monotonic()
+        with pytest.raises(TimeoutError):
+            client.ask(b"what", seconds=1.0)
+        took = time.monotonic() - began
+        at_last.cancel()
+        is_over.set()
+        dripping.join()
+    assert 0.9 < took < 20
+
+
 def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listener, credentials):
     """Silent ones, from the same address even; the oldest have to go."""
     silent = []
@@ -140,6 +167,35 @@ def test_a_flood_of_connections_takes_little_memory_and_keeps_nobody_out(listene
     for one in silent:
         one.close()
     wait_until(lambda: not listener._greeting, "all are gone", 20)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have one loopback address")
+def test_callers_that_ask_nothing_leave_descriptors_to_others(monkeypatch, caplog):
+    """Without credentials everybody is accepted. Hundreds of silent callers took a worker's descriptors: it left its run."""
+    monkeypatch.setattr(connections, "_idle", {})
+    monkeypatch.setattr(connections, "max_descriptors", lambda: 40)
+    one, other = (Listener("127.0.0.1", 0, None, lambda question: [b"to", *question]) for _ in range(2))
+    client = Client("127.0.0.1", one.port, None)
+    client.connect(20)
+    (before,) = client._idle
+
+    def has_ended(caller):
+        with contextlib.suppress(BlockingIOError):
+            return caller.recv(2) == b""
+        return False
+
+    with caplog.at_level(logging.WARNING, "thinwire"), contextlib.ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", port), 20, ("127.0.0.2", 0)))
+            for port in [one.port, other.port] * 7
+        ]
+        for caller in silent:
+            caller.setblocking(False)
+        wait_until(lambda: sum(map(has_ended, silent)) == 5, "10 of 15 are left", 20)
+        assert client.ask(b"hello", seconds=20) == [b"to", b"hello"] and client._idle == [before]
+    assert "from 127.0.0.2" in caplog.text and "from 127.0.0.1" not in caplog.text
+    one.close()
+    other.close()
 
 
 def test_each_caller_too_many_sends_another_one_away(listener, monkeypatch):
@@ -399,11 +455,31 @@ def test_a_key_that_comes_later_takes_one_question(credentials, monkeypatch):
     ours.close()
 
 
+def test_a_meeting_asks_a_store_that_has_fallen_silent_no_further_question(credentials, monkeypatch):
+    """It asked who was missing, and so waited twice for a store that did not answer."""
+    ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
+    theirs = connected_store("127.0.0.1", ours.port, SOON, credentials[1])
+    asked, ask = [], theirs._client.ask
+
+    def silent_from_the_third_on(what, *rest, **options):
+        asked.append(what)
+        if len(asked) > 2:
+            raise TimeoutError("timed out")
+        return ask(what, *rest, **options)
+
+    monkeypatch.setattr(theirs._client, "ask", silent_from_the_third_on)
+    with pytest.raises(CommunicationError, match="rank 1: the store failed: .* does not answer: timed out"):
+        gathering(dist.PrefixStore("round", theirs), 1, 2, 5.0)("here")
+    assert asked == [b"add", b"compare", b"get"]
+    theirs.close()
+    ours.close()
+
+
 def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_connection(credentials, monkeypatch):
     """Each round with other workers made two connections, one after the other, and left both; a store takes some thousands."""
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
     place, before, made = f"127.0.0.1:{ours.port}", set(tls_store._open), []
-    monkeypatch.setattr(lighthouse, "connected_store", lambda *args: made.append(connected_store(*args)) or made[-1])
+    monkeypatch.setattr(lighthouse, "TlsStore", lambda *args: made.append(connected_store(*args)) or made[-1])
     rounds = Groups(SOON, credentials[1])
     with met(place, "round", 0, 1, SOON, credentials[1]) as store:
         rounds.connect(store, 0, 1, SOON)

@@ -16,14 +16,11 @@ from datetime import timedelta
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
-
 from ..addresses import own_address, parse_address
 from ..compare import ABSENT, excerpt, fingerprint, parsed
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut
 from ..notice import START_SECONDS, said_if_late
-from ..store import listening_store
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
 from ..tls.relay import host_at, seen_at
@@ -107,12 +104,10 @@ class Forming:
             seen_as = seen_at(self._relay, min(quorum_seconds, START_SECONDS), f"worker {number}")
             if not listens or seen_as != self.host:  # others do not reach it, or it is behind NAT
                 self.host = host_at(self._relay)
-        self._store: dist.TCPStore | TlsStore | None = None
+        self._store: TlsStore | None = None
         if processes.rank:
             self.asker = Asker(None, self._id)
             return
-        # Others read this worker's settings in its store. A round meets in the store of its first worker.
-        self._store = listening_store(self.host, 0, timedelta(seconds=quorum_seconds), credentials)
         try:
             with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
                 client = QuorumClient(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
@@ -121,6 +116,8 @@ class Forming:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
+        # Others read this worker's settings in its store. A round meets in the store of its first worker.
+        self._store = TlsStore(self.host, 0, timedelta(seconds=quorum_seconds), credentials, listens=True)
 
     def claims(
         self, seconds: float, history: History, rank: int, can_heal: bool, digest: str, state_port: int
@@ -221,7 +218,7 @@ class Forming:
 
     def close(self) -> None:
         """Stop answering the others of this run."""
-        if isinstance(self._store, TlsStore):
+        if self._store is not None:
             self._store.close()
 
     # ---- parts of the above ----

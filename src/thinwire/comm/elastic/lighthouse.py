@@ -23,7 +23,6 @@ from ...options import require_integer, require_number
 from ..addresses import address_text, own_address, parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
-from ..store import connected_store
 from ..tls.connections import Listener
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
@@ -83,12 +82,12 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
     """
     address, _, prefix = place.partition("/")
     host, port = parse_address(address)
-    store = connected_store(host, port, limit, credentials)
+    # PyTorch's store has no limit for most questions: a host that falls silent would keep the others waiting.
+    store = TlsStore(host, port, limit, credentials)
     try:
         yield dist.PrefixStore(prefix, store)
     finally:
-        if isinstance(store, TlsStore):
-            store.close()
+        store.close()
 
 
 class Asker:

@@ -185,19 +185,20 @@ class QuorumClient:
         while (left := deadline - time.monotonic()) > 0:
             what, *answer = self._client.ask(*question, seconds=min(left, WAIT_SECONDS) + WAIT_SECONDS)
             if what == QUORUM:
-                return _read(answer[0])
+                return _read(answer)
         raise TimeoutError("there was no quorum in time")
 
 
-def _read(answer: bytes) -> list[tuple[str, str, Any]]:
+def _read(answer: list[bytes]) -> list[tuple[str, str, Any]]:
     """The quorum in an answer.
 
     Raises:
         ConnectionError: it is none.
     """
     try:
-        return [(str(id), *_said(claim)) for id, claim in json.loads(answer)]
-    except (ValueError, TypeError) as error:
+        (claims,) = answer
+        return [(str(id), *_said(claim)) for id, claim in json.loads(claims)]
+    except (ValueError, TypeError, RecursionError) as error:
         raise ConnectionError(f"the Lighthouse gave an answer that is none: {error}") from None
 
 

@@ -166,6 +166,8 @@ class Snapshots:
                 return [FAILED]
             if what == b"manifests":  # the training does not wait for the hashes
                 names = [name.decode() for name in rest]
+                if len({*names}) < len(names):  # else a short question would have an answer of gigabytes
+                    raise ValueError(f"{len(names)} names, and some of them twice")
                 for name in names:
                     if name in sections and name not in self._manifests:
                         self._manifests[name] = Manifest.of(self._section(name))

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 MAX_GREETINGS = 64  # that are not finished, at a time; with more, the address that has most loses its oldest one
 MAX_REFUSALS = 100  # that are logged at once; in a flood, one a second is
 AT_ONCE = 8  # connections to one peer that are being made
+MAX_CONNECTIONS = 256  # with one peer: the most that a long line takes, which may have been cut and made anew
 HUNG_UP, SILENT = "has hung up", "was silent for too long"  # why a caller is not taken
 CONNECT_SECONDS = 3.0  # for the kernel's part; the line may be cut
 HANDSHAKE_SECONDS = 20.0  # on a busy machine, the peer may take long to answer
@@ -255,6 +256,8 @@ class Connections:
                 raise Refused(f"is rank {peer}, which this worker does not connect with")
             if session and session.peer_name != self._contacts[peer].name:
                 raise Refused(self._other_name(peer, session))
+            if (have := self._engine.counts(peer).connections) >= MAX_CONNECTIONS:
+                raise Refused(f"is rank {peer}, which has {have} connections already")
             stream.sendall(answer)
             self._reached.add(peer)
             self._engine.attach(peer, connection.detach(), session)

@@ -39,6 +39,8 @@ from ..sockets import (
     dial_small,
     end,
     keep_trying,
+    max_descriptors,
+    oldest_of_busiest,
     read_exactly,
     set_deadline,
     talk_beside,
@@ -53,7 +55,8 @@ MAX_FIELDS = 1 << 14
 MAX_UNREAD_BYTES, UNREAD_SECONDS = 1 << 28, 300
 MAX_HANDSHAKES = 64
 """Handshakes at the same time; with more, the oldest one of the address that has most is ended."""
-MAX_CONNECTIONS = 4096
+MAX_CONNECTIONS, DESCRIPTORS = 4096, 2
+"""Of one listener, and how many descriptors each takes."""
 HANDSHAKE_SECONDS = 10.0
 PROBE_SECONDS = 2.0  # to find out whether a listener has credentials
 RETRY_SECONDS = 0.05  # between two tries to reach a listener that may not have been started yet
@@ -77,16 +80,18 @@ def send_frame(connection: socket.socket, *fields: bytes) -> None:
     connection.sendall(LENGTH.pack(len(body)) + body)
 
 
-def read_frame(connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES) -> list[bytes]:
-    """The fields of the next frame.
+def read_frame(
+    connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES, deadline: float | None = None
+) -> list[bytes]:
+    """The fields of the next frame. The deadline is that of `read_exactly`.
 
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
-    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size))
+    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline))
     if size > max_bytes:
         raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
-    return list(_fields(read_exactly(connection, size)))
+    return list(_fields(read_exactly(connection, size, deadline)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
@@ -227,7 +232,8 @@ class Listener:
             while not self._closed.is_set():
                 # Between two questions a client may be silent as long as it likes; `be_patient` finds dead ones.
                 connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
-                question = read_frame(connection, self._max_bytes)
+                with _waiting(raw, address[0]):
+                    question = read_frame(connection, self._max_bytes)
                 connection.settimeout(UNREAD_SECONDS)
                 self._send(connection, self._answered(question))
         except ssl.SSLCertVerificationError as error:
@@ -269,6 +275,35 @@ class Listener:
 
     def _log(self, caller: str, why: str | None) -> None:
         self._refusals.warn("closed a connection from %s: %s", caller, why)
+
+
+_idle = dict[socket.socket, str]()
+"""Connections of all listeners of this process that wait for a question, the longest first, with the callers' hosts."""
+_idle_lock = threading.Lock()
+
+
+@contextlib.contextmanager
+def _waiting(connection: socket.socket, host: str) -> Iterator[None]:
+    """Context of a connection that waits for a question. Half of the descriptors of this process are for such ones.
+
+    With more, the one of the address with most that waits longest is ended; a worker connects again.
+
+    Raises:
+        Refused: it was this one.
+    """
+    with _idle_lock:
+        _idle[connection] = host
+        if DESCRIPTORS * len(_idle) > max_descriptors() // 2:
+            longest = oldest_of_busiest(_idle)
+            del _idle[longest]
+            end(longest)
+    try:
+        yield
+    finally:
+        with _idle_lock:
+            was_ended = _idle.pop(connection, None) is None
+        if was_ended:
+            raise Refused("of too many connections, its own had asked nothing for longest")
 
 
 _PORTS_AT_RELAYS = itertools.count(1)
@@ -392,11 +427,11 @@ class Client:
                 # No check before: another thread may take the last one meanwhile.
                 connection, is_new = self._idle.pop(), False
             except IndexError:
-                connection, is_new = self._connected(seconds), True
+                connection, is_new = self._connected(max(0.1, deadline - time.monotonic())), True
             try:
                 set_deadline(connection, deadline)
                 send_frame(connection, *fields)
-                answer = read_frame(connection)
+                answer = read_frame(connection, deadline=deadline)
             except OSError:
                 connection.close()
                 if is_new or not is_repeatable or time.monotonic() > deadline:

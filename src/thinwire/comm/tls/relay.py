@@ -19,7 +19,6 @@ import re
 import secrets
 import socket
 import struct
-import sys
 import threading
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from typing import Any, NamedTuple
 from ..addresses import address_text, parse_address
 from ..handle import CommunicationError
 from ..notice import Flood, said_if_late
-from ..sockets import be_patient, dial_small, end, keep_trying, read_exactly
+from ..sockets import be_patient, dial_small, end, keep_trying, max_descriptors, read_exactly
 
 MAGIC = b"thinwire"
 HELLO = struct.Struct("<8sc32s")
@@ -207,13 +206,7 @@ class Relay:
 
 def _max_connections() -> int:
     """How many connections this process has descriptors for. Without any, asyncio would log each caller, again and again."""
-    if sys.platform == "win32":
-        return MAX_CONNECTIONS
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Infinity is -1 on Linux.
-    return MAX_CONNECTIONS if soft == resource.RLIM_INFINITY else min(MAX_CONNECTIONS, max(2, soft - SPARE_DESCRIPTORS))
+    return min(MAX_CONNECTIONS, max(2, max_descriptors() - SPARE_DESCRIPTORS))
 
 
 async def _forward(one: Half, other: Half) -> None:

@@ -1,4 +1,5 @@
-"""A store of `torch.distributed` over TLS, where the workers of a run with credentials meet.
+"""A store of `torch.distributed` over TLS, where the workers of a run with credentials meet. Those of elastic runs without
+credentials meet in one in the clear.
 
 One worker has the keys and values, and answers the others; see `connections.py`.
 """
@@ -34,7 +35,7 @@ class TlsStore(dist.Store):
         address: of the worker that listens.
         port: TCP port; with `listens`, 0 takes a free one.
         timeout: how long to wait for the store, and then for a key.
-        credentials: of this worker.
+        credentials: of this worker; None answers everybody, without TLS.
         listens: whether this worker has the keys and values, and the others ask it.
 
     Attributes:
@@ -57,7 +58,9 @@ class TlsStore(dist.Store):
         b'is here'
     """
 
-    def __init__(self, address: str, port: int, timeout: timedelta, credentials: Credentials, listens: bool = False):
+    def __init__(
+        self, address: str, port: int, timeout: timedelta, credentials: Credentials | None, listens: bool = False
+    ):
         super().__init__()
         self.set_timeout(timeout)
         self._hang_up: Callable[[], None]
