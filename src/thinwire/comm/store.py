@@ -1,6 +1,6 @@
 """Stores of `torch.distributed`, where workers meet.
 
-PyTorch's has no authentication, so it should listen at one address only; the one of runs with credentials is a `TlsStore`.
+PyTorch's has no authentication, so it should listen at one address only; the one of runs with credentials is an `OwnStore`.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from .compare import parsed
 from .handle import CommunicationError
 from .tls import relay
 from .tls.credentials import Credentials
-from .tls.store import TlsStore
+from .tls.store import OwnStore
 
 GAVE_UP = "gave up: "
 """Begins what stands in place of a worker that others have waited for in vain; JSON never begins so."""
 Store = dist.Store
-"""Any store: PyTorch's, or a `TlsStore`."""
+"""Any store: PyTorch's, or an `OwnStore`."""
 
 
 def listening_store(
     address: str, port: int, timeout: timedelta, credentials: Credentials | None = None
-) -> dist.TCPStore | TlsStore:
+) -> dist.TCPStore | OwnStore:
     """A store that listens at one address; PyTorch's own listens on all interfaces.
 
     Args:
         address: of this machine.
         port: TCP port; 0 takes a free one.
         timeout: how long to wait for a key.
-        credentials: of this worker; with them the store is a `TlsStore`.
+        credentials: of this worker; with them the store is an `OwnStore`.
 
     Raises:
         OSError: the port is taken, or this machine does not have the address.
     """
     if credentials is not None:
-        return TlsStore(address, port, timeout, credentials, listens=True)
+        return OwnStore(address, port, timeout, credentials, listens=True)
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.create_server((address, port), family=family, backlog=1024) as listener:
         port = listener.getsockname()[1]
@@ -56,7 +56,7 @@ def listening_store(
 
 def connected_store(
     address: str, port: int, timeout: timedelta, credentials: Credentials | None = None
-) -> dist.TCPStore | TlsStore:
+) -> dist.TCPStore | OwnStore:
     """A client of the store that `listening_store` has made, which it waits for.
 
     Args:
@@ -68,7 +68,7 @@ def connected_store(
         RuntimeError: the store does not answer, or refuses this worker.
     """
     if credentials is not None:
-        return TlsStore(address, port, timeout, credentials)
+        return OwnStore(address, port, timeout, credentials)
     return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
 
 
@@ -129,10 +129,10 @@ def _awaited(store: dist.Store, keys: list[str], seconds: float) -> list[bytes]:
 
 
 def host_of(store: dist.Store) -> str | None:
-    """The host of a `TCPStore` or `TlsStore`, or of the relay where that waits, behind any prefixes; None for others."""
+    """The host of a `TCPStore` or `OwnStore`, or of the relay where that waits, behind any prefixes; None for others."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    if not isinstance(store, (dist.TCPStore, TlsStore)):
+    if not isinstance(store, (dist.TCPStore, OwnStore)):
         return None
     at = relay.relay_of(store.host)
     return store.host if at is None else at[0]

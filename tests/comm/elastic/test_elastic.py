@@ -26,7 +26,7 @@ from thinwire.comm.elastic.groups import Groups
 from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
 from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
-from thinwire.comm.tls.store import TlsStore
+from thinwire.comm.tls.store import OwnStore
 from thinwire.strategy.transaction import Transaction
 
 
@@ -285,7 +285,7 @@ def missing(port, rank, seconds):
 
 def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
     """The one that owns the store, whose port refuses; and another one, which does not come. The error names it."""
-    store = TlsStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
+    store = OwnStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
     with socket.socket() as deaf:  # nobody else gets its port, and it does not listen
         deaf.bind(("127.0.0.1", 0))
         dead, soon = missing(deaf.getsockname()[1], 1, 60)
@@ -306,7 +306,7 @@ def test_the_owner_of_a_store_that_falls_silent_keeps_the_others_no_longer_than_
 
 
 def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
-    store = TlsStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
+    store = OwnStore("127.0.0.1", 0, timedelta(seconds=60), None, listens=True)
 
     def worker(comm):
         group = Groups(timedelta(seconds=60))

@@ -47,7 +47,7 @@ class ThinwireGroup(dist.ProcessGroup):
     """A process group of `init_process_group("thinwire")`; all of its ranks make it together.
 
     Its connections are those of `communicator`, whose ledger counts the bytes. They are encrypted if THINWIRE_CREDENTIALS names
-    this rank's folder; then the store should be a `TlsStore`. The variables THINWIRE_NO_LISTEN=1 and THINWIRE_RELAY=HOST:PORT
+    this rank's folder; then the store should be an `OwnStore`. The variables THINWIRE_NO_LISTEN=1 and THINWIRE_RELAY=HOST:PORT
     are for ranks that can only dial out.
 
     Args:

@@ -24,7 +24,7 @@ from ..notice import START_SECONDS, said_if_late
 from ..tls.connections import Refused
 from ..tls.credentials import Credentials
 from ..tls.relay import host_at, seen_at
-from ..tls.store import TlsStore
+from ..tls.store import OwnStore
 from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups
 from .history import History
@@ -104,7 +104,7 @@ class Forming:
             seen_as = seen_at(self._relay, min(quorum_seconds, START_SECONDS), f"worker {number}")
             if not listens or seen_as != self.host:  # others do not reach it, or it is behind NAT
                 self.host = host_at(self._relay)
-        self._store: TlsStore | None = None
+        self._store: OwnStore | None = None
         if processes.rank:
             self.asker = Asker(None, self._id)
             return
@@ -117,7 +117,7 @@ class Forming:
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"
             ) from error
         # Others read this worker's settings in its store. A round meets in the store of its first worker.
-        self._store = TlsStore(self.host, 0, timedelta(seconds=quorum_seconds), credentials, listens=True)
+        self._store = OwnStore(self.host, 0, timedelta(seconds=quorum_seconds), credentials, listens=True)
 
     def claims(
         self, seconds: float, history: History, rank: int, can_heal: bool, digest: str, state_port: int

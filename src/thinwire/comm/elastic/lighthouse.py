@@ -26,7 +26,7 @@ from ..handle import CommunicationError, reason_of
 from ..tls.connections import Listener
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
-from ..tls.store import TlsStore
+from ..tls.store import OwnStore
 from .claims import MAX_TEXT, Claim, read_claim
 from .quorums import MAX_WORKERS, QuorumClient, Quorums
 
@@ -83,7 +83,7 @@ def store_at(place: str, limit: timedelta, credentials: Credentials | None = Non
     address, _, prefix = place.partition("/")
     host, port = parse_address(address)
     # PyTorch's store has no limit for most questions: a host that falls silent would keep the others waiting.
-    store = TlsStore(host, port, limit, credentials)
+    store = OwnStore(host, port, limit, credentials)
     try:
         yield dist.PrefixStore(prefix, store)
     finally:

@@ -1,5 +1,5 @@
-"""A store of `torch.distributed` over TLS, where the workers of a run with credentials meet. Those of elastic runs without
-credentials meet in one in the clear.
+"""A store of our own, where the workers of a run with credentials meet, inside TLS. Those of elastic runs without credentials
+meet in one in the clear.
 
 One worker has the keys and values, and answers the others; see `connections.py`.
 """
@@ -25,11 +25,11 @@ WAIT_SECONDS = 1.0
 """How long one question waits for a key, before it is asked again: a listener waits for no worker that is gone."""
 OK, MISSING, FULL = b"ok", b"missing", b"full"
 
-_open = set["TlsStore"]()  # process groups and `PrefixStore` keep the C++ part of a store alive, and not that of Python
+_open = set["OwnStore"]()  # process groups and `PrefixStore` keep the C++ part of a store alive, and not that of Python
 
 
-class TlsStore(dist.Store):
-    """A store whose clients show certificates of the run, and which shows its own.
+class OwnStore(dist.Store):
+    """A store of `torch.distributed` whose questions have a limit. With credentials, both sides show certificates of the run.
 
     Args:
         address: of the worker that listens.
@@ -51,8 +51,8 @@ class TlsStore(dist.Store):
         >>> from thinwire.comm.tls import keys
         >>> folder = f"{tempfile.mkdtemp()}/keys"
         >>> keys.new_run(folder, "example", "first")
-        >>> ours = TlsStore("127.0.0.1", 0, timedelta(seconds=10), Credentials(folder), listens=True)
-        >>> theirs = TlsStore("127.0.0.1", ours.port, timedelta(seconds=10), Credentials(folder))
+        >>> ours = OwnStore("127.0.0.1", 0, timedelta(seconds=10), Credentials(folder), listens=True)
+        >>> theirs = OwnStore("127.0.0.1", ours.port, timedelta(seconds=10), Credentials(folder))
         >>> theirs.set("rank 1", "is here")
         >>> ours.get("rank 1")
         b'is here'
@@ -153,7 +153,7 @@ class TlsStore(dist.Store):
 
 
 class Table:
-    """The keys and values of a `TlsStore`, and the answers to what is asked about them."""
+    """The keys and values of an `OwnStore`, and the answers to what is asked about them."""
 
     def __init__(self) -> None:
         self._values: dict[bytes, bytes] = {}

@@ -25,7 +25,7 @@ from ....comm.notice import said_if_late
 from ....comm.sockets import keep_trying
 from ....comm.store import connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
-from ....comm.tls.store import TlsStore
+from ....comm.tls.store import OwnStore
 from ....comm.transport import connect, has_own_connections
 from ....messages import error_place, error_text
 from ..config import RunConfig
@@ -422,7 +422,7 @@ def check_mpi() -> None:
     )
 
 
-def loopback_store(port: int, credentials: Credentials | None = None) -> dist.TCPStore | TlsStore:
+def loopback_store(port: int, credentials: Credentials | None = None) -> dist.TCPStore | OwnStore:
     """The store where the workers of this machine meet. It listens on the loopback only.
 
     Args:
