@@ -142,6 +142,8 @@ class AveragerAttachment(Attachment):
         self._shards, self._replicas = Replica(self.call, model), replicas
         if comm is None and replicas is None:
             self._shards.require_replicas()
+        self._shards.require_sharded_root()
+        self._shards.require_same_copies(strategy.averager)
         self.strategy, self.averager, self.parameters = strategy, strategy.averager, parameters
         self._model, self._comm, self._owns_comm, self._seed = model, comm, comm is None, runtime.seed
         self._layout, self._scaler = runtime.layout, runtime.scaler
