@@ -203,6 +203,12 @@ def semantics_worker(comm):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
     with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
+    late = nn.Linear(4, 4)
+    with tw.compress_gradients(late, SPARSE):
+        fully_shard(late, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(late.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="'weight' was replaced after Gradients attached.*shard the model first"):
+            optimizer.step()
     partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     fully_shard(partly[0], mesh=mesh["shard"])
     with pytest.raises(ValueError, match=r"'1\.weight' is trained, and lies outside of all modules under fully_shard"):

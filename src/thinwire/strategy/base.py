@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -349,6 +349,20 @@ class AveragerAttachment(Attachment):
             refuse_ddp(self.call, self._model)  # a part may have been wrapped since
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, arguments)
+
+    def require_in_place(self, stepped: Collection[int]) -> None:
+        """Raise a ValueError if an optimizer steps on new parameters in the place of all that are attached.
+
+        Args:
+            stepped: the `id`s of the optimizer's parameters, of which none is attached.
+        """
+        name, attached = self.parameters[0]
+        now = dict(self._model.named_parameters()).get(name)
+        require(
+            now is attached or id(now) not in stepped,
+            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module do, "
+            "so that nothing averages the new one; shard the model first, then attach",
+        )
 
     @abstractmethod
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
