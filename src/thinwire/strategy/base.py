@@ -360,8 +360,8 @@ class AveragerAttachment(Attachment):
         now = dict(self._model.named_parameters()).get(name)
         require(
             now is attached or id(now) not in stepped,
-            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module do, "
-            "so that nothing averages the new one; shard the model first, then attach",
+            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module "
+            "do, so that nothing averages the new one; shard the model first, then attach",
         )
 
     @abstractmethod
