@@ -222,6 +222,7 @@ def test_shards_are_averaged_as_whole_parameters_are():
 def parallel_worker(comm):
     """Tensor parallelism inside a replica: columns of one layer, rows of the next, a norm that each worker holds whole."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.set_num_threads(1)
@@ -258,6 +259,13 @@ def parallel_worker(comm):
     ):
         with pytest.raises(ValueError, match=r"several workers of a replica hold '1\.weight'.* would drift apart"):
             tw.compress_gradients(language, averager, replicas=mesh["replicate"])
+
+    # A plain parameter whose gradient is a DTensor.
+    mixed = nn.Linear(2, 4)
+    mixed.weight = nn.Parameter(distribute_tensor(mixed.weight.detach(), mesh["tensor"], [Shard(0)]))
+    with tw.compress_gradients(mixed, tw.Mean(), replicas=mesh["replicate"]), implicit_replication():
+        mixed(torch.full((1, 2), float(mesh.get_coordinate()[0]))).sum().backward()
+    assert mixed.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 4
 
     # Layouts that do not correspond: one replica shards by columns, the other by rows.
     weight = distribute_tensor(whole[0].weight.detach(), mesh["tensor"], [Shard(mesh.get_coordinate()[0])])

@@ -82,10 +82,8 @@ class GradientBuckets:
 
     def _on_gradient(self, parameter: Any) -> None:
         gradient = parameter.grad
-        if (
-            is_sharded(gradient) and gradient.placements != parameter.placements
-        ):  # such as sums over the workers still due
-            # Here, where the workers of a replica do it in the same order: their buckets may differ.
+        if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements:
+            # A partial sum, for example. Here, where the workers of a replica do it in one order: their buckets may differ.
             parameter.grad = gradient.redistribute(placements=parameter.placements)
         if not self._syncing:
             return
