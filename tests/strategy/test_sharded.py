@@ -203,6 +203,9 @@ def semantics_worker(comm):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
     with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="every: 2 on rank 0; 3 on rank 1"):  # of the workers of one replica
+        optimizer = torch.optim.SGD(thin.parameters(), lr=0.1)
+        tw.local_updates(thin, optimizer, tw.Mean(), every=2 + mesh.get_coordinate()[1], replicas=replicas)
     late = nn.Linear(4, 4)
     with tw.compress_gradients(late, SPARSE):
         fully_shard(late, mesh=mesh["shard"])

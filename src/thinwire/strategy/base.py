@@ -427,6 +427,7 @@ class AveragerAttachment(Attachment):
                 layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
                 self._comm = laid_out(self._comm, layout)
             self._shards.connect(self._comm)
+            self._shards.check_agreement(self.strategy.options() | options)
             yield self._comm
             AVERAGED.register(self)
             self._advisor = Advisor(self.strategy, self._comm.rank)

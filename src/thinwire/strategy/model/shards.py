@@ -172,6 +172,11 @@ class Replica:
         for mesh in self._meshes:
             self._round_comms += self._connected_over(mesh)
 
+    def check_agreement(self, options: dict[str, object]) -> None:
+        """Raise a ValueError on all workers of this replica if their options differ. They call it together."""
+        for comm in self._connected():
+            comm.check_agreement(options)
+
     def connect_replica(self) -> None:
         """Connect the workers of this replica alone, without rounds. All of them call it."""
         for mesh in self._meshes:
