@@ -208,17 +208,17 @@ def test_slots_are_kept_while_a_stream_uses_them(size):
 
 
 def limits(comm) -> list[timedelta]:
-    """Of operations over a group with a limit of its own, and over the same group with another one."""
-    group = dist.new_group(range(comm.size), timeout=timedelta(seconds=77))
+    """Of operations over a group with a limit of its own, over the same group with another one, and over one without."""
+    own = dist.new_group(range(comm.size), timeout=timedelta(seconds=77))
     found = []
-    for seconds in (None, 5.0):
+    for group, seconds in ((own, None), (own, 5.0), (dist.new_group(range(comm.size)), None)):
         with ProcessGroupCommunicator(group, seconds) as ours:
             found.append(ours._group._get_backend(torch.device("cpu")).options._timeout)
     return found
 
 
 def test_operations_have_the_limit_of_the_group_unless_told_otherwise():
-    assert WORLDS["processes"](2, limits) == [[timedelta(seconds=77), timedelta(seconds=5)]] * 2
+    assert WORLDS["processes"](2, limits) == [[timedelta(seconds=seconds) for seconds in (77, 5, 60)]] * 2
 
 
 def abandoned_over_nccl(comm) -> tuple[float, bool]:

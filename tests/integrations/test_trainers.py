@@ -293,6 +293,8 @@ def lightning_works(folder: Path) -> None:
 
     with pytest.raises(ValueError, match="on all workers together, .* leave the quorum out"):
         AttachStrategy(QUORUM)
+    with pytest.raises(ValueError, match=r"call thinwire.compress_shards\(model\) after that instead"):
+        AttachStrategy("Shards()")
     for (whole, resumed), keys in spawn(2, partial(lightning_worker, folder=folder)):
         assert torch.equal(whole, resumed)
         assert "state_dict" in keys and "thinwire" not in keys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 
 import pytest
@@ -64,6 +65,8 @@ def memory_of(handle):
 
 def semantics_worker(comm):
     """What a shard's average must have in common with that of a whole parameter; one world, for meshes cannot be made twice."""
+    from torch.distributed.fsdp import fully_shard
+
     torch.set_num_threads(1)
     mesh = device_mesh(2, 2)
     replicas, replica = mesh["replicate"], mesh.get_coordinate()[0]
@@ -95,6 +98,34 @@ def semantics_worker(comm):
             sums.append(gradients(thin))
             thin.zero_grad()
         torch.testing.assert_close(*sums)
+
+    # A penalty on the shards, whose gradients come before FSDP's or after them.
+    def layers(mesh):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        for part in (*model, model):
+            fully_shard(part, mesh=mesh)
+        return model
+
+    def losses(model):
+        shards, x = list(model.parameters()), torch.full((2, 4), 1.0 + comm.rank)
+        return [lambda: model(x).square().sum(), lambda: sum(p.square().sum() for p in shards).full_tensor()]
+
+    for order in (1, -1):
+        dense_layers, thin_layers = layers(mesh), layers(mesh["shard"])
+        with tw.compress_gradients(thin_layers, tw.Mean(), replicas=replicas):
+            for model in (dense_layers, thin_layers):
+                sum(part() for part in losses(model)[::order]).backward()
+            torch.testing.assert_close(gradients(thin_layers), gradients(dense_layers))
+    thin_layers.zero_grad()
+    with tw.compress_gradients(thin_layers, tw.Mean(), replicas=replicas, bucket_bytes=1) as handle:
+        loss, squares = losses(thin_layers)
+        with handle.no_sync():
+            squares().backward()
+        loss().backward()
+        torch.testing.assert_close(gradients(thin_layers), gradients(dense_layers))
+        with pytest.raises(ValueError, match=r"gradient of '1\.bias' went on growing after it was sent.*no_sync\(\)"):
+            (squares() + loss()).backward()
 
     # Sparse training with clipping; a loss without gradients of one layer on one replica; evaluation between the steps.
     with tw.compress_gradients(thin, SPARSE, replicas=replicas) as handle:
@@ -172,6 +203,19 @@ def semantics_worker(comm):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
     with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
+    with pytest.raises(ValueError, match="every: 2 on rank 0; 3 on rank 1"):  # of the workers of one replica
+        optimizer = torch.optim.SGD(thin.parameters(), lr=0.1)
+        tw.local_updates(thin, optimizer, tw.Mean(), every=2 + mesh.get_coordinate()[1], replicas=replicas)
+    late = nn.Linear(4, 4)
+    with tw.compress_gradients(late, SPARSE):
+        fully_shard(late, mesh=mesh["shard"])
+        optimizer = torch.optim.SGD(late.parameters(), lr=0.1)
+        with pytest.raises(ValueError, match="'weight' was replaced after Gradients attached.*shard the model first"):
+            optimizer.step()
+    partly = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    fully_shard(partly[0], mesh=mesh["shard"])
+    with pytest.raises(ValueError, match=r"'1\.weight' is trained, and lies outside of all modules under fully_shard"):
+        tw.compress_gradients(partly, SPARSE, replicas=replicas)
 
 
 def test_shards_are_averaged_as_whole_parameters_are():
@@ -180,7 +224,8 @@ def test_shards_are_averaged_as_whole_parameters_are():
 
 def parallel_worker(comm):
     """Tensor parallelism inside a replica: columns of one layer, rows of the next, a norm that each worker holds whole."""
-    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.experimental import implicit_replication
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     torch.set_num_threads(1)
@@ -201,6 +246,30 @@ def parallel_worker(comm):
         whole_parameters = [p.full_tensor().tolist() for p in model.parameters()]
         assert all(other == whole_parameters for other in comm.gather_objects(whole_parameters))
 
+    # The gradient of an embedding in rows is a sum over the workers of the replica still due, and no shard.
+    torch.manual_seed(0)
+    language = nn.Sequential(nn.Embedding(7, 16), nn.Linear(16, 7))
+    reference = copy.deepcopy(language)
+    parallelize_module(language, mesh["tensor"], {"0": RowwiseParallel(input_layouts=Replicate())})
+    words = torch.tensor([0, 1, 2, 5])
+    with tw.compress_gradients(language, tw.Mean(), replicas=mesh["replicate"]):
+        for model in (language, reference):
+            nn.functional.cross_entropy(model(words), (words + 1) % 7).backward()
+    torch.testing.assert_close(language[0].weight.grad.full_tensor(), reference[0].weight.grad)
+    for averager in (
+        tw.Mean(tw.Fitted(4.0), tw.ErrorFeedback()),
+        tw.Mean(tw.TopK(0.1), tw.ErrorFeedback(), granularity="bucket"),
+    ):
+        with pytest.raises(ValueError, match=r"several workers of a replica hold '1\.weight'.* would drift apart"):
+            tw.compress_gradients(language, averager, replicas=mesh["replicate"])
+
+    # A plain parameter whose gradient is a DTensor.
+    mixed = nn.Linear(2, 4)
+    mixed.weight = nn.Parameter(distribute_tensor(mixed.weight.detach(), mesh["tensor"], [Shard(0)]))
+    with tw.compress_gradients(mixed, tw.Mean(), replicas=mesh["replicate"]), implicit_replication():
+        mixed(torch.full((1, 2), float(mesh.get_coordinate()[0]))).sum().backward()
+    assert mixed.weight.grad.full_tensor().tolist() == [[0.5, 0.5]] * 4
+
     # Layouts that do not correspond: one replica shards by columns, the other by rows.
     weight = distribute_tensor(whole[0].weight.detach(), mesh["tensor"], [Shard(mesh.get_coordinate()[0])])
     whole[0].weight = nn.Parameter(weight)
@@ -214,6 +283,8 @@ def test_tensor_parallel_shards_are_averaged_where_they_correspond():
 
 def shard_worker(comm):
     """Encoded collectives inside one model, against FSDP's own."""
+    from torch.distributed.fsdp import fully_shard
+
     torch.set_num_threads(1)
     mesh = device_mesh(4, names=("shard",))
     dense, thin = sharded(mesh, width=192), sharded(mesh, width=192)
@@ -270,6 +341,18 @@ def shard_worker(comm):
     handle.detach()
     with pytest.raises(ValueError, match="is biased"):
         tw.compress_shards(thin, gradients=tw.TopK(0.1))
+    # Two forward passes, then two backward passes: each gathers the bits that its forward pass did.
+    layer = nn.Linear(4, 4, bias=False)
+    fully_shard(layer, mesh=mesh, reshard_after_forward=True)
+    with tw.compress_shards(layer, parameters=tw.QSGD(bits=2)):
+        passes = [torch.eye(4, requires_grad=True) for _ in range(2)]
+        outputs = [layer(x) for x in passes]
+        for x, output in zip(passes, outputs, strict=True):
+            output.backward(torch.eye(4))
+            assert torch.equal(x.grad, output.t())  # the weights of the backward pass, and of the forward pass
+    halves = sharded(mesh, reshard_after_forward=2)
+    with tw.compress_shards(halves), pytest.raises(ValueError, match="no number as reshard_after_forward"):
+        backward(halves, comm.rank, 0)
     return ledger.dense_fp32_bytes, thin_bytes, losses
 
 
@@ -289,6 +372,20 @@ def groups_worker(comm):
 
 def test_groups_of_the_same_workers_share_the_encoded_communication():
     assert spawn(4, groups_worker) == [{"": 1, "1": 1}] * 4
+
+
+def old_fsdp_worker(comm):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(nn.Linear(4, 4), device_id=torch.device("cpu"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for strategy in (tw.Gradients(tw.Mean()), tw.Local(tw.Mean(), every=2), tw.Gossip(tw.Mix())):
+        with pytest.raises(ValueError, match="the model is in FullyShardedDataParallel.*fully_shard instead"):
+            tw.attach(model, optimizer, strategy)
+
+
+def test_a_model_in_fully_sharded_data_parallel_is_refused():
+    spawn(2, old_fsdp_worker)
 
 
 def _exactly(source, target):

@@ -143,6 +143,7 @@ class ByName(Averager):
         each = [child.traits for child in self._children.values()]
         return AveragerTraits(
             whole_model=any(traits.whole_model for traits in each),
+            couples_tensors=any(traits.couples_tensors for traits in each),
             needs_names=True,
             has_momentum=each[0].has_momentum,
             suits_parameters=all(traits.suits_parameters for traits in each),

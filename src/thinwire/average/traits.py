@@ -15,6 +15,7 @@ class AveragerTraits:
 
     Args:
         whole_model: a round must be one call of `step` with all tensors.
+        couples_tensors: what a tensor becomes depends on the values of other tensors too.
         needs_names: it only suits models whose parameters have certain names.
         has_momentum: the result carries momentum already, so that the optimizer must not apply its own.
         has_rounds: all workers average at the same time, in rounds; `Pairwise` alone has none.
@@ -34,6 +35,7 @@ class AveragerTraits:
     """
 
     whole_model: bool = False
+    couples_tensors: bool = False
     needs_names: bool = False
     has_momentum: bool = False
     has_rounds: bool = True

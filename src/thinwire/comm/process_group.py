@@ -56,8 +56,8 @@ class ProcessGroupCommunicator(Communicator):
         group: whose ranks to connect, or a device mesh of one dimension; None for all. It is not used itself: a new group of
             the same backend is made over the same ranks, so every worker of `group` must construct its communicators in the
             same order.
-        timeout_seconds: how long an operation may take before it fails; None for as long as in `group`, whose limit
-            `init_process_group(timeout=...)` sets.
+        timeout_seconds: how long an operation may take before it fails; None for as long as in `group`; one that
+            was made without a limit, such as a mesh's, has that of `init_process_group(timeout=...)`.
         device: of the tensors that will be sent. NCCL connects on it if it is a GPU, else on the group's
             (`init_process_group(device_id=...)`), else on the current one.
 
@@ -273,7 +273,11 @@ def _limit_of(group: dist.ProcessGroup) -> float:
     for device in group._device_types:
         with contextlib.suppress(RuntimeError, AttributeError):
             limits.append(group._get_backend(device).options._timeout)
-    return limits[-1].total_seconds()
+    seconds = limits[-1].total_seconds()
+    is_default = limits[-1] in (c10d.default_pg_timeout, c10d.default_pg_nccl_timeout)
+    world = dist.group.WORLD
+    # A group without a limit of its own has PyTorch's default, as those of a mesh, and not that of `init_process_group`.
+    return min(seconds, _limit_of(world)) if is_default and world is not None and group is not world else seconds
 
 
 def num_ranks(group: Group | None = None) -> int:

@@ -48,7 +48,9 @@ def averaging(strategy: Strategy[Any] | str, together: bool) -> Averaging[Any]:
     """
     found = strategy_of(strategy)
     require(
-        isinstance(found, Averaging), f"{found} is for sharded models, which trainers do not make; use another strategy"
+        isinstance(found, Averaging),
+        f"{found} takes no part in the checkpoints of a trainer; where the trainer shards the model, call "
+        "thinwire.compress_shards(model) after that instead",
     )
     assert isinstance(found, Averaging)
     require(

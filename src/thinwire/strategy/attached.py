@@ -117,8 +117,11 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     parameters = [id(p) for group in optimizer.param_groups for p in group["params"]]
     found = (holders.of(p) for holders in (AVERAGED, SHARDED) for p in parameters)
     # A strategy is found once for each of its parameters, and checks the step once.
-    for checker in {id(s): s for s in found if s is not None}.values():
+    checkers = {id(s): s for s in found if s is not None}
+    for checker in checkers.values():
         arguments = checker.before_step(optimizer, arguments)
+    for strategy in () if checkers else AVERAGED.all():
+        strategy.require_in_place(set(parameters))
     if BESIDE:
         alone = [p for p in parameters if p in BESIDE and AVERAGED.of(p) is None]
         for strategy in {id(s): s for s in map(BESIDE.get, alone) if s is not None}.values():

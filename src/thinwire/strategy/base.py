@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -145,6 +145,8 @@ class AveragerAttachment(Attachment):
         self._shards, self._replicas = Replica(self.call, model), replicas
         if comm is None and replicas is None:
             self._shards.require_replicas()
+        self._shards.require_sharded_root()
+        self._shards.require_same_copies(strategy.averager)
         self.strategy, self.averager, self.parameters = strategy, strategy.averager, parameters
         self._model, self._comm, self._owns_comm, self._seed = model, comm, comm is None, runtime.seed
         self._layout, self._scaler = runtime.layout, runtime.scaler
@@ -352,6 +354,20 @@ class AveragerAttachment(Attachment):
         self._shards.reshard()
         return self._before_optimizer_step(optimizer, arguments)
 
+    def require_in_place(self, stepped: Collection[int]) -> None:
+        """Raise a ValueError if an optimizer steps on new parameters in the place of all that are attached.
+
+        Args:
+            stepped: the `id`s of the optimizer's parameters, of which none is attached.
+        """
+        name, attached = self.parameters[0]
+        now = dict(self._model.named_parameters()).get(name)
+        require(
+            now is attached or id(now) not in stepped,
+            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module "
+            "do, so that nothing averages the new one; shard the model first, then attach",
+        )
+
     @abstractmethod
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         """Run before each step of any optimizer over these parameters; return the step's arguments."""
@@ -424,6 +440,7 @@ class AveragerAttachment(Attachment):
                 layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
                 self._comm = laid_out(self._comm, layout)
             self._shards.connect(self._comm)
+            self._shards.check_agreement(self.strategy.options() | options)
             yield self._comm
             AVERAGED.register(self)
             self._advisor = Advisor(self.strategy, self._comm.rank)

@@ -89,7 +89,7 @@ class ClippedGossip(GossipAverager):
 
     @cached_property
     def traits(self) -> AveragerTraits:
-        return replace(super().traits, keeps_mean=self.tau == math.inf)
+        return replace(super().traits, keeps_mean=self.tau == math.inf, couples_tensors=True)
 
     def check_topology(self, size: int) -> None:
         check_doubly_stochastic(self, size)

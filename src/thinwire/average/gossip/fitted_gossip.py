@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ...codec import QSGD, Codec
 from ...comm import Communicator
 from ...topology import Ring, Topology
 from ..base import NamedTensors
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_codec, check_fixed_undirected, check_stable, check_step_size
 from .fitted_step import FittedStep, decoded, on_host, opened
@@ -35,6 +37,10 @@ class FittedGossip(GossipAverager):
         super().__post_init__()
         check_codec(self, self.codec)
         check_step_size(self, self.step_size, or_none=True)
+
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        return replace(super().traits, couples_tensors=self.step_size is None)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)

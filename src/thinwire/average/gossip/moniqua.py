@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -14,6 +15,7 @@ from ...comm import Communicator
 from ...options import require_integer, require_number
 from ...topology import Ring, Topology
 from ..base import NamedTensors
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_doubly_stochastic, check_stable, check_step_size
 from .moniqua_step import Edge, MoniquaStepControl, codes_of
@@ -82,6 +84,10 @@ class Moniqua(GossipAverager):
         require_number("Moniqua: theta", self.theta, above=0, or_none=True)
         require_integer("Moniqua: bits", self.bits, 2, 8, hint="; at 1 bit rounding exceeds the modulus")
         check_step_size(self, self.step_size, or_none=True)
+
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        return replace(super().traits, couples_tensors=self.theta is None or self.step_size is None)
 
     @property
     def num_steps(self) -> int:

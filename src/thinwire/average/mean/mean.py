@@ -165,6 +165,9 @@ class Mean(Averager):
         memory, needs_norms = self.memory, self.clip is not None and self.clip.needs_norms
         return AveragerTraits(
             whole_model=self.granularity == "model" or self.rule is not None or needs_norms,
+            couples_tensors=self.granularity != "layer"
+            or self.rule is not None
+            or self.codec.traits.adaptive is not None,
             has_momentum=memory is not None and memory.has_momentum,
             suits_parameters=self.codec.traits.lossless and memory is None,
             suits_adam=memory is None or self.codec.traits.sparse is None,

@@ -6,13 +6,17 @@ in the same order. At the end of backward, the remaining buckets are launched wi
 
 A parameter that was frozen since is sent, because rounds are the same on all workers, but `grad` stays None: with zeros, the
 optimizer would still apply decay and momentum.
+
+Under FSDP the gradient of a parameter is complete when FSDP has reduced it. A loss that also uses the shard itself, such as a
+penalty on `model.parameters()`, adds to it by way of autograd, before that or after it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +24,7 @@ from torch import Tensor, nn
 from ...algorithm import require
 from ...average.base import NamedTensors
 from ..model.models import NamedParameters, values_of
-from ..model.shards import local
+from ..model.shards import is_sharded, local
 
 StartBucket = Callable[[NamedTensors, Tensor, bool, bool], object]
 """Starts to average one bucket: its gradients, a tensor of the bucket, and whether it is the first and the last one."""
@@ -36,11 +40,19 @@ class GradientBuckets:
         parameters: with their names, in the order of the model.
         launch: see `StartBucket`.
         bucket_bytes: a bucket is full as soon as it holds this many bytes; smaller => more messages, sent earlier.
+        gathered: the `id`s of parameters whose gradients FSDP reduces.
     """
 
-    def __init__(self, parameters: Sequence[tuple[str, nn.Parameter]], launch: StartBucket, bucket_bytes: int):
+    def __init__(
+        self,
+        parameters: Sequence[tuple[str, nn.Parameter]],
+        launch: StartBucket,
+        bucket_bytes: int,
+        gathered: Collection[int] = (),
+    ):
         require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
-        self._launch = launch
+        self._launch, self._gathered = launch, gathered
+        self._names = {id(p): name for name, p in parameters}
         self._buckets = _partition(parameters, bucket_bytes)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
         self._syncing = True
@@ -68,18 +80,31 @@ class GradientBuckets:
         for hook in self._hooks:
             hook.remove()
 
-    def _on_gradient(self, parameter: nn.Parameter) -> None:
+    def _on_gradient(self, parameter: Any) -> None:
+        gradient = parameter.grad
+        if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements:
+            # A partial sum, for example. Here, where the workers of a replica do it in one order: their buckets may differ.
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
         if not self._syncing:
             return
         # A failed backward pass only leaves its number behind, so a new number begins a new round.
         graph_task = torch._C._current_graph_task_id()
         if graph_task != self._graph_task:
             self._graph_task = graph_task
-            self._missing = [len(bucket) for bucket in self._buckets]
+            self._missing = [{id(p) for _, p in bucket} for bucket in self._buckets]
             self._num_launched = 0
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish_backward)
-        self._missing[self._bucket_of[id(parameter)]] -= 1
-        while self._num_launched < len(self._buckets) and self._missing[self._num_launched] == 0:
+            _at_end(lambda: _at_end(self._finish_backward))  # behind FSDP, which reduces at the end too
+        bucket = self._bucket_of[id(parameter)]
+        require(
+            bucket >= self._num_launched,
+            f"the gradient of {self._names[id(parameter)]!r} went on growing after it was sent, as where a loss uses the "
+            "parameter inside of the model's forward pass and outside of it; let the part outside have a backward pass of "
+            "its own before, within no_sync()",
+        )
+        if id(parameter) in self._gathered and _is_accumulated():
+            return
+        self._missing[bucket].discard(id(parameter))
+        while self._num_launched < len(self._buckets) and not self._missing[self._num_launched]:
             self._launch_next()
 
     def _launch_next(self) -> None:
@@ -112,6 +137,16 @@ class GradientBuckets:
         )
         while self._num_launched < len(self._buckets):
             self._launch_next()
+
+
+def _at_end(call: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(call)
+
+
+def _is_accumulated() -> bool:
+    """Whether autograd itself calls the hook of a parameter, and not FSDP."""
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() == "torch::autograd::AccumulateGrad"
 
 
 def _partition(parameters: Sequence[tuple[str, nn.Parameter]], bucket_bytes: int) -> list[NamedParameters]:

@@ -200,7 +200,8 @@ class GradientCompression(AveragerAttachment):
             make_equal(self._model, comm)
             self._begin(comm)
             self._on_detach(DdpRefusal(self.call, self.parameters).end)
-            self._buckets = GradientBuckets(self.parameters, self._launch, self.strategy.bucket_bytes or BUCKET_BYTES)
+            bucket_bytes = self.strategy.bucket_bytes or BUCKET_BYTES
+            self._buckets = GradientBuckets(self.parameters, self._launch, bucket_bytes, self._shards.gathered())
             assert self._rounds is not None, "`_begin` makes it"
             self._rounds.rest = self._buckets.rest
             self._on_detach(self._buckets.remove)

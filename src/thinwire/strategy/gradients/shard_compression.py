@@ -10,7 +10,7 @@ take. Here they encode:
                      adds what it got in one pass, in rank order.
 
 Random numbers. The forward and the backward pass of a step gather the same bits: the key of a module's parameters counts its
-reduce-scatters so far, encoded or dense. So every step rounds with new random numbers.
+reduce-scatters before its last forward pass, encoded or dense. So every step rounds with new random numbers.
 """
 
 from __future__ import annotations
@@ -140,20 +140,26 @@ class ShardCompression(Attachment):
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
         require(
             torch.distributed.get_process_group_ranks(group) == self._comm.global_ranks,
-            f"{CALL}: modules are sharded over different groups; use one mesh for all of them",
+            f"{CALL}: modules are sharded over different groups, or gathered over a part of one; use one mesh for all of them, "
+            "and no number as reshard_after_forward",
         )
         return self._comm
 
-    def key(self, wire: _Wire, codec: Codec, what: str, rank: int) -> Key:
+    def key(self, wire: _Wire, codec: Codec, what: str, rank: int, step: int) -> Key:
         """The key of what worker `rank` encodes; the same for all workers where the codec asks for it."""
-        return Key.of(self._seed, f"{what} {wire.name}", 0 if codec.traits.shared_key else rank, wire.step)
+        return Key.of(self._seed, f"{what} {wire.name}", 0 if codec.traits.shared_key else rank, step)
 
 
 class _Wire:
-    """What the collectives of one module share: `step` counts its reduce-scatters."""
+    """What the collectives of one module share.
+
+    Attributes:
+        step: how many reduce-scatters it has made.
+        forward_step: how many it had made when its last forward pass gathered.
+    """
 
     def __init__(self, owner: ShardCompression, name: str):
-        self.owner, self.name, self.step = owner, name, 0
+        self.owner, self.name, self.step, self.forward_step = owner, name, 0, 0
 
 
 class _Collective:
@@ -186,7 +192,10 @@ class _AllGather(_Collective):
             for part, whole in zip(parts, comm.all_gather(input_tensor.clone()).wait(), strict=True):
                 part.copy_(whole)
             return None
-        keys = [owner.key(self._wire, codec, "parameters", rank) for rank in range(comm.size)]
+        if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
+            self._wire.forward_step = self._wire.step
+        step = self._wire.forward_step
+        keys = [owner.key(self._wire, codec, "parameters", rank, step) for rank in range(comm.size)]
         with owner.clock("encode"):
             payload = codec.encode(input_tensor, keys[comm.rank])
         with owner.clock("wait"):
@@ -210,7 +219,7 @@ class _ReduceScatter(_Collective):
             return reduce_scatter_shards(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         comm = owner.connected(group, input_tensor.device)
         comm.ledger.dense_numel += input_tensor.numel() // 2
-        key = owner.key(self._wire, codec, "gradients", comm.rank)
+        key = owner.key(self._wire, codec, "gradients", comm.rank, self._wire.step)
         with owner.clock("encode"):
             keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard
             parts = input_tensor.view(comm.size, -1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
@@ -85,9 +86,16 @@ def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 
     Raises:
-        ValueError: a tensor is sparse, has no storage (meta device) or is a conjugate view, or a parameter's elements share
-            memory.
+        ValueError: the model or a part is in `FullyShardedDataParallel`; a tensor is sparse, has no storage (meta device) or is
+            a conjugate view; or a parameter's elements share memory.
     """
+    library = sys.modules.get("torch.distributed.fsdp")  # no such part exists unless somebody imported it
+    for name, module in model.named_modules():
+        require(
+            library is None or not isinstance(module, library.FullyShardedDataParallel),
+            f"{call}: {f'part {name!r} of the model' if name else 'the model'} is in FullyShardedDataParallel, whose "
+            "parameters are others on each worker; shard it by fully_shard instead, of torch.distributed.fsdp too",
+        )
     for name, t in _tensors(model):
         require(not is_lazy(t), f"{call}: {name!r} has no shape yet; run one forward pass, or give the layer its sizes")
         require(

@@ -90,6 +90,26 @@ class Replica:
         """Whether the model is sharded."""
         return self._first is not None
 
+    def require_same_copies(self, averager: Averager) -> None:
+        """Raise a ValueError if workers of one replica hold copies of a tensor that the averager would move apart."""
+        copied = next((name for name, t in self._tensors if self._is_copied(t)), None)
+        require(
+            copied is None or not averager.traits.couples_tensors,
+            f"{self._call}: several workers of a replica hold {copied!r}, beside shards that differ, and {averager} looks at "
+            "all tensors to decide about one, so that these copies would drift apart; take an averager that looks at each "
+            "tensor alone, such as Mean(QSGD(bits=4))",
+        )
+
+    def require_sharded_root(self) -> None:
+        """Raise a ValueError if FSDP has a part of the model, and nothing averages the rest inside of the replica."""
+        held = {id(p) for module in self._modules for p in module.parameters()}
+        for name, p in self._tensors:
+            require(
+                not self._modules or not p.requires_grad or id(p) in held,
+                f"{self._call}: {name!r} is trained, and lies outside of all modules under fully_shard, so that nothing "
+                "averages its gradient inside of a replica; call fully_shard on the whole model too, after its parts",
+            )
+
     def require_replicas(self) -> None:
         """Raise a ValueError if the model is sharded; called where the user has not said which workers are replicas."""
         if self._first is not None:
@@ -151,6 +171,11 @@ class Replica:
         self.connect_replica()
         for mesh in self._meshes:
             self._round_comms += self._connected_over(mesh)
+
+    def check_agreement(self, options: dict[str, object]) -> None:
+        """Raise a ValueError on all workers of this replica if their options differ. They call it together."""
+        for comm in self._connected():
+            comm.check_agreement(options)
 
     def connect_replica(self) -> None:
         """Connect the workers of this replica alone, without rounds. All of them call it."""
@@ -224,6 +249,16 @@ class Replica:
         """Make FSDP drop gathered parameters, so that the next forward pass gathers the shards as they are now."""
         for module in self._modules:
             module.reshard()
+
+    def gathered(self) -> set[int]:
+        """The `id`s of the parameters that FSDP gathers, and whose gradients it reduces."""
+        return {id(p) for module in self._modules for p in module.parameters() if is_sharded(p)}
+
+    def _is_copied(self, t: Any) -> bool:
+        if is_sharded(t):
+            return _num_copies(t) > 1
+        # Beside FSDP, a plain tensor is one that it ignores, and has gradients of this worker alone.
+        return not self._modules and t.requires_grad and any(mesh.size() > 1 for mesh in self._meshes)
 
     def _connected(self) -> list[ProcessGroupCommunicator]:
         return [comm for comms in self._comms.values() for comm in comms]
