@@ -53,6 +53,7 @@ class GradientBuckets:
         require(bucket_bytes > 0, f"bucket_bytes must be positive, got {bucket_bytes}")
         self._launch, self._gathered = launch, gathered
         self._names = {id(p): name for name, p in parameters}
+        self._sharded = {id(p) for _, p in parameters if is_sharded(p)}
         self._buckets = _partition(parameters, bucket_bytes)
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
         self._syncing = True
@@ -81,8 +82,8 @@ class GradientBuckets:
             hook.remove()
 
     def _on_gradient(self, parameter: Any) -> None:
-        gradient = parameter.grad
-        if is_sharded(gradient) and is_sharded(parameter) and gradient.placements != parameter.placements:
+        key, gradient = id(parameter), parameter.grad
+        if key in self._sharded and is_sharded(gradient) and gradient.placements != parameter.placements:
             # A partial sum, for example. Here, where the workers of a replica do it in one order: their buckets may differ.
             parameter.grad = gradient.redistribute(placements=parameter.placements)
         if not self._syncing:
@@ -94,16 +95,17 @@ class GradientBuckets:
             self._missing = [{id(p) for _, p in bucket} for bucket in self._buckets]
             self._num_launched = 0
             _at_end(lambda: _at_end(self._finish_backward))  # behind FSDP, which reduces at the end too
-        bucket = self._bucket_of[id(parameter)]
-        require(
-            bucket >= self._num_launched,
-            f"the gradient of {self._names[id(parameter)]!r} went on growing after it was sent, as where a loss uses the "
-            "parameter inside of the model's forward pass and outside of it; let the part outside have a backward pass of "
-            "its own before, within no_sync()",
-        )
-        if id(parameter) in self._gathered and _is_accumulated():
+        bucket = self._bucket_of[key]
+        # This runs for each parameter, so messages are built only when they are raised.
+        if bucket < self._num_launched:
+            raise ValueError(
+                f"the gradient of {self._names[key]!r} went on growing after it was sent, as where a loss uses the parameter "
+                "inside of the model's forward pass and outside of it; let the part outside have a backward pass of its own "
+                "before, within no_sync()"
+            )
+        if key in self._gathered and _is_accumulated():
             return
-        self._missing[bucket].discard(id(parameter))
+        self._missing[bucket].discard(key)
         while self._num_launched < len(self._buckets) and not self._missing[self._num_launched]:
             self._launch_next()
 
@@ -116,14 +118,15 @@ class GradientBuckets:
                 continue
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
-            require(not p.grad.is_sparse, f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
+            if p.grad.is_sparse:
+                raise ValueError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
             p.grad = p.grad.resolve_conj()  # autograd leaves conjugate views, whose numbers cannot be averaged in place
             held, expected = local(p.grad).shape, local(p).shape
-            require(
-                held == expected,
-                f"the gradient of {name!r} is laid out differently from the parameter: this worker holds {tuple(held)} of the "
-                f"one and {tuple(expected)} of the other; redistribute the gradient like the parameter",
-            )
+            if held != expected:
+                raise ValueError(
+                    f"the gradient of {name!r} is laid out differently from the parameter: this worker holds {tuple(held)} of "
+                    f"the one and {tuple(expected)} of the other; redistribute the gradient like the parameter"
+                )
             tensors.append((name, p.grad))
         self._num_launched += 1
         self._launch(tensors, local(tensors[0][1]), i == 0, i == len(self._buckets) - 1)

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from ... import kernels
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors
+from ...average.gossip.pairwise import Pairwise
 from ...comm import Communicator, ProcessGroupCommunicator
 
 
@@ -90,7 +91,7 @@ class Replica:
         """Whether the model is sharded."""
         return self._first is not None
 
-    def require_same_copies(self, averager: Averager) -> None:
+    def require_same_copies(self, averager: Averager | Pairwise) -> None:
         """Raise a ValueError if workers of one replica hold copies of a tensor that the averager would move apart."""
         copied = next((name for name, t in self._tensors if self._is_copied(t)), None)
         require(
