@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import pickle
+import threading
 import time
 import weakref
 
@@ -20,6 +21,7 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
+from thinwire.strategy import attached
 
 SPARSE = tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback())
 
@@ -121,6 +123,29 @@ def changing_worker(comm, change, message, wrapped):
         if not wrapped or change not in (convert, replace):  # DDP launches no bucket of a parameter that it lost
             with pytest.raises(ValueError, match=message):
                 model(torch.ones(1, 2, dtype=dtype)).sum().backward()
+
+
+def test_an_optimizer_of_other_parameters_is_looked_at_once_and_not_while_another_thread_attaches(monkeypatch):
+    def worker(comm):
+        looks = []
+        with tw.compress_gradients(nn.Linear(2, 2), SPARSE, comm=comm) as handle:
+            monkeypatch.setattr(handle, "require_in_place", looks.append)
+            other = nn.Linear(2, 1)
+            optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+            for _ in range(3):
+                other(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+        return looks == [{id(p) for p in other.parameters()}]
+
+    assert alone(worker)
+    found = []
+    asking = threading.Thread(target=lambda: found.append(attached.AVERAGED.all()))
+    with attached._LOCK:  # as where parameters are entered
+        asking.start()
+        asking.join(0.2)
+        assert found == []
+    asking.join()
+    assert len(found) == 1
 
 
 def test_values_that_move_to_new_storage_are_averaged_as_before():

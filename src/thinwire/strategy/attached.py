@@ -12,7 +12,7 @@ import functools
 import gc
 import threading
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakValueDictionary
+from weakref import WeakSet, WeakValueDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -43,7 +43,8 @@ class Holders(Generic[_S]):
 
     def all(self) -> set[_S]:
         """The attached strategies."""
-        return set(self._of.values())
+        with _LOCK:  # another thread may attach one
+            return set(self._of.values())
 
     def require_unattached(self, call: str, parameters: NamedTensors) -> None:
         """Raise a ValueError if one of the parameters is attached to a strategy of this kind already.
@@ -89,6 +90,8 @@ class Holders(Generic[_S]):
 
 AVERAGED: Holders[AveragerAttachment] = Holders()
 SHARDED: Holders[ShardCompression] = Holders()
+_LOOKED_AT: WeakSet[Optimizer] = WeakSet()
+"""The optimizers without attached parameters that have stepped."""
 BESIDE: WeakValueDictionary[int, OwnModelAttachment] = WeakValueDictionary()
 """The strategies whose models have trainable parameters beside those that they hold, by these parameters."""
 
@@ -120,8 +123,10 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     checkers = {id(s): s for s in found if s is not None}
     for checker in checkers.values():
         arguments = checker.before_step(optimizer, arguments)
-    for strategy in () if checkers else AVERAGED.all():
-        strategy.require_in_place(set(parameters))
+    if not checkers and optimizer not in _LOOKED_AT:
+        _LOOKED_AT.add(optimizer)
+        for strategy in AVERAGED.all():
+            strategy.require_in_place(set(parameters))
     if BESIDE:
         alone = [p for p in parameters if p in BESIDE and AVERAGED.of(p) is None]
         for strategy in {id(s): s for s in map(BESIDE.get, alone) if s is not None}.values():
