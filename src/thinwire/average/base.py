@@ -72,7 +72,6 @@ class AveragerState(State):
         clock: times the phases of rounds.
         stepped: the names of the tensors that were stepped in this round.
         shapes: of the tensors of `init` by name, which `begin_step` compares; empty compares nothing.
-        waits: how many calls of `step` in this round were not waited for, in averagers whose `commit` refuses that.
     """
 
     progress: Progress = shared(default=Progress())
@@ -80,7 +79,6 @@ class AveragerState(State):
     clock: Clock = config(default_factory=Clock)
     stepped: set[str] = pending(default_factory=set)
     shapes: Mapping[str, torch.Size] = config(default_factory=dict)
-    waits: int = pending(default=0)
 
 
 class Averager(Algorithm, ABC):
@@ -243,13 +241,12 @@ def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, 
             "round, or discard(state) to give it up"
         )
     state.stepped.update(names)
-    state.waits += 1
 
 
-def not_waited(averager: Averager, state: Any) -> ValueError:
+def not_waited(averager: Averager, num_handles: int) -> ValueError:
     """The error of `commit` before `wait`: memory would keep a round whose results nobody has."""
     return ValueError(
-        f"{averager}: commit(state) comes after the wait() of each handle of the round, and {state.waits} had none; call wait()"
+        f"{averager}: commit(state) comes after the wait() of each handle of the round, and {num_handles} had none; call wait()"
     )
 
 

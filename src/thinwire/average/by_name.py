@@ -34,13 +34,13 @@ class ByNameState(State):
     Args:
         children: the state of each child, by its pattern.
         owners: tensor name -> pattern of the child that averages it.
-        waits: see `AveragerState`.
+        handles: of this round.
     """
 
     children: dict[str, Any] = nested()
     owners: dict[str, str] = config()
     clock: Clock = config(default_factory=Clock)
-    waits: int = pending(default=0)
+    handles: list[Handle] = pending(default_factory=list)
 
     @property
     def progress(self) -> Progress:
@@ -209,28 +209,29 @@ class ByName(Averager):
             return [child.step(child_state, part, comm, scale) for (child, child_state), part in each if part]
 
         begun = begin() if self.sends_at_once(state) else None
-        state.waits += 1
 
         def wait() -> None:
             for handle in begin() if begun is None else begun:
                 handle.wait()
-            state.waits -= 1
 
-        return Handle(wait)
+        handle = Handle(wait)
+        state.handles.append(handle)
+        return handle
 
     def commit(self, state: ByNameState) -> bool:
-        if state.waits:
-            raise not_waited(self, state)
+        if num_open := sum(not handle.is_done for handle in state.handles):
+            raise not_waited(self, num_open)
         finite = kernels.flags.read(state.finite)
         state.finite = finite  # of every child, so that one that is not finite makes all of them discard
         for child, child_state in self._with(state):
             child.commit(child_state)
+        state.handles.clear()
         return finite
 
     def discard(self, state: ByNameState) -> None:
         for child, child_state in self._with(state):
             child.discard(child_state)
-        state.waits = 0
+        state.handles.clear()
 
     def diagnostics(self, state: ByNameState) -> dict[str, float]:
         """Those of the children, behind their patterns."""

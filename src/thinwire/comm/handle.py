@@ -51,6 +51,11 @@ class Handle:
         self._result: Any = None
         self._error: BaseException | None = None
 
+    @property
+    def is_done(self) -> bool:
+        """Whether somebody has waited for it, without an error."""
+        return self._finish is None and self._error is None
+
     def wait(self) -> Any:
         """Block until the operation is done; return its result, or raise its error. Later calls do the same."""
         with self._lock:

@@ -37,12 +37,14 @@ class DionState(AveragerState):
         seed: the seed of all random numbers of the run.
         momentum: M (n, m) of each matrix, unscaled.
         q: Q' (r, m) of each matrix.
+        handles: of this round.
         pending: what M and Q' become at `commit`.
     """
 
     seed: int = config()
     momentum: dict[str, Tensor] = own()
     q: dict[str, Tensor] = shared()
+    handles: list[Handle] = pending(default_factory=list)
     pending: dict[str, tuple[Tensor, Tensor]] = pending(default_factory=dict)
 
 
@@ -112,11 +114,13 @@ class Dion(Averager):
         with state.clock("compensate"):
             # Momentum is unscaled, and gradients carry the loss scale.
             bs = [torch.add(state.momentum[n], t.float().reshape(len(t), -1), alpha=1 / scale) for n, t in matrices]
-        return Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
+        handle = Handle(lambda: self._finish(state, matrices, bs, dense, comm, scale))
+        state.handles.append(handle)
+        return handle
 
     def commit(self, state: DionState) -> bool:
-        if state.waits:
-            raise not_waited(self, state)
+        if num_open := sum(not handle.is_done for handle in state.handles):
+            raise not_waited(self, num_open)
         finite = kernels.flags.read(state.finite)
         if finite:
             for name, (momentum, q) in state.pending.items():
@@ -157,7 +161,6 @@ class Dion(Averager):
             results = kernels.all_finite([*(t for _, t in matrices), *dense])
             # A row of R may be infinite, and its unit vector not.
             state.finite = kernels.flags.all_of([state.finite, results, kernels.all_finite(totals)])
-        state.waits -= 1
 
 
 def _unit_rows(q: Tensor, old: Tensor) -> Tensor:

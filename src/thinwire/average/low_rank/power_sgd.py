@@ -64,12 +64,14 @@ class PowerSGDState(AveragerState):
         q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
         memory: the state of `PowerSGD.memory`; None without a memory.
         pending_q: Q' of this round.
+        handles: of this round.
     """
 
     seed: int = config()
     q: dict[str, Tensor] = shared(form=Form(lambda state, q: copied(q), _load_q))
     memory: Any = nested()
     pending_q: dict[str, Tensor] = pending(default_factory=dict)
+    handles: list[Handle] = pending(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -165,11 +167,13 @@ class PowerSGD(Averager):
             held = scale if remembers else 1.0  # memory is unscaled
             parts = [_Part(name, x, t, held, remembers) for (name, t), x in zip(matrices, xs, strict=True)]
             dense = [self._dense(state, name, t, scale) for name, t in others]
-        return Handle(lambda: self._finish(state, parts, qs, ps, dense, comm))
+        handle = Handle(lambda: self._finish(state, parts, qs, ps, dense, comm))
+        state.handles.append(handle)
+        return handle
 
     def commit(self, state: PowerSGDState) -> bool:
-        if state.waits:
-            raise not_waited(self, state)
+        if num_open := sum(not handle.is_done for handle in state.handles):
+            raise not_waited(self, num_open)
         finite = kernels.flags.read(state.finite)
         if finite:
             state.q.update(state.pending_q)
@@ -247,7 +251,6 @@ class PowerSGD(Averager):
             others = kernels.all_finite(outs[len(matrices) :])
             finite = kernels.flags.all_of([finite, others, copy_changed(outs, targets)])
             state.finite = kernels.flags.both(state.finite, finite)
-        state.waits -= 1
 
 
 def _bases(ps: list[Tensor]) -> list[Tensor]:

@@ -334,8 +334,8 @@ class Mean(Averager):
         return chosen if state.rule is None else chosen | state.rule.diagnostics()
 
     def commit(self, state: MeanState) -> bool:
-        if state.waits:
-            raise not_waited(self, state)
+        if state.flights:
+            raise not_waited(self, len(state.flights))
         finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
             if finite and not state.was_not_finite:
@@ -359,7 +359,6 @@ class Mean(Averager):
             state.rule.judgement = None
         state.flights.clear()
         state.stepped.clear()
-        state.waits = 0
         if self._follows_line:
             state.meter.discard(state.waited_seconds)
         state.finite, state.was_not_finite = True, False
@@ -470,7 +469,6 @@ class Mean(Averager):
                     self.memory.decoded(state.memory, name, mean, scale, encoded=False)
             written = [copy_changed(totals, outs), copy_changed(means, dense_outs)]
             state.finite = kernels.flags.all_of([state.finite, finite, kernels.all_finite([dense_total]), *written])
-        state.waits -= 1
 
 
 @dataclass(frozen=True)
