@@ -160,34 +160,32 @@ def test_a_worker_that_can_start_no_thread_for_a_moment_goes_on_to_listen(monkey
     assert not start and "cannot take a connection from 127.0.0.1:" in caplog.text
 
 
-def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):
-    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+def refused_as_rank_1(connections, host, caplog):
+    """Rank 1 introduces itself from a host to rank 0, which closes the connection."""
     connections._secret = SECRET
-    connections._lost.add(1)
     ours, theirs = socket.socketpair()
-    greeting = threading.Thread(target=connections._greet, args=(ours, "rank 1"))
+    connections._greeting[ours] = host
+    greeting = threading.Thread(target=connections._greet, args=(ours, host))
     with caplog.at_level(logging.WARNING, "thinwire"), theirs:
         greeting.start()
         with pytest.raises(ConnectionResetError):
             introduce(theirs, 1, 0, SECRET, time.monotonic() + 20)
         greeting.join()
     connections.close()
+
+
+def test_a_late_connection_of_a_worker_that_has_ended_is_no_outsider(caplog):
+    connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
+    connections._lost.add(1)
+    refused_as_rank_1(connections, "10.0.0.9", caplog)
     assert caplog.messages == []
 
 
 def test_a_worker_has_no_more_connections_with_a_peer_than_a_line_takes(caplog):
     """A worker that kept connecting took all descriptors of another one."""
     connections = Connections(0, [1], 20.0, Place(socket.AF_INET, "127.0.0.1"))
-    connections._secret, connections._engine = SECRET, mock.Mock(counts=lambda peer: SimpleNamespace(connections=256))
-    ours, theirs = socket.socketpair()
-    connections._greeting[ours] = "10.0.0.9"
-    greeting = threading.Thread(target=connections._greet, args=(ours, "10.0.0.9"))
-    with caplog.at_level(logging.WARNING, "thinwire"), theirs:
-        greeting.start()
-        with pytest.raises(ConnectionResetError):
-            introduce(theirs, 1, 0, SECRET, time.monotonic() + 20)
-        greeting.join()
-    connections.close()
+    connections._engine = mock.Mock(counts=lambda peer: SimpleNamespace(connections=256))
+    refused_as_rank_1(connections, "10.0.0.9", caplog)
     assert "rank 0 closed a connection from 10.0.0.9, which is rank 1, which has 256 connections already" in caplog.text
     connections._engine.attach.assert_not_called()
 
