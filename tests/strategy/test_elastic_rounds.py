@@ -290,7 +290,8 @@ def simulate(delay, returns, flies):
 def test_local_updates_send_again_what_was_in_flight_when_a_worker_died(delay, returns, flies, elastic):
     """With a delay of 3 steps exchanges overlap: where no messages fly, a result waits to be merged, and the joiner gets it."""
     strategy = f"Local(Mean(), every={EVERY}, fragments=2, delay={delay}, alpha={ALPHA})"
-    unmerged, closed = [], threading.Barrier(2 + returns)
+    unmerged, committed, closed = [], threading.Barrier(3), threading.Barrier(2 + returns)
+    dies = DIES + (delay > 0)
 
     def train_until(comm, number, num_steps):
         model = Quadratic()
@@ -303,6 +304,8 @@ def test_local_updates_send_again_what_was_in_flight_when_a_worker_died(delay, r
             optimizer.zero_grad()
             model(number, handle._record.num_steps).backward()
             optimizer.step()
+            if not flies and comm.number < 3 and handle._record.num_steps == dies:
+                committed.wait(SECONDS)  # a worker that hangs up right after its own vote can end that of others
         if num_steps == STEPS:
             closed.wait(SECONDS)
         return vector(model), handle
@@ -310,7 +313,7 @@ def test_local_updates_send_again_what_was_in_flight_when_a_worker_died(delay, r
     def worker(comm, number):
         if number < 2:
             return train_until(comm, number, STEPS)[0]
-        _, dying = train_until(comm, number, DIES + (delay > 0))
+        _, dying = train_until(comm, number, dies)
         if flies:
             dying.begin_round()
         assert comm.in_round == flies
