@@ -265,7 +265,7 @@ Engine::Engine(int rank, int size, double timeout_seconds, bool is_channel, uint
 
 Engine::~Engine() {
     if (getpid() != process_) {  // a fork: the thread is the parent's
-        thread_.detach();
+        if (thread_.joinable()) thread_.detach();
         return;
     }
     end_thread();

@@ -111,6 +111,19 @@ def test_a_lost_connection_is_reported_with_how_many_are_left(pair):
         assert events[0] == (_engine.ENDED, 1 - rank, 1)
 
 
+@pytest.mark.parametrize("is_closed", [True, False])
+def test_a_fork_can_drop_an_engine(is_closed):
+    """It aborted the workers of data loaders, where garbage was collected in which one was that had been closed."""
+    engine = _engine.Engine(0, 2, 60.0)
+    if is_closed:
+        engine.close(1.0)
+    child = os.fork()
+    if child == 0:
+        del engine
+        os._exit(42)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 42
+
+
 def test_a_peer_sees_the_end_of_a_connection_whose_socket_a_fork_has_too():
     """Such as a worker of a DataLoader; a second descriptor is the same to the system."""
     engine, (ours, theirs) = _engine.Engine(0, 2, 60.0), socket.socketpair()
