@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from datetime import timedelta
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from .compare import parsed
+from .exit import until_exit
 from .handle import CommunicationError
 from .tls import relay
 from .tls.credentials import Credentials
@@ -21,8 +25,44 @@ from .tls.store import OwnStore
 
 GAVE_UP = "gave up: "
 """Begins what stands in place of a worker that others have waited for in vain; JSON never begins so."""
+ANSWER_SECONDS = 15.0
+"""How long a store may take to answer, beyond the time that it is to wait for others."""
 Store = dist.Store
 """Any store: PyTorch's, or an `OwnStore`."""
+Result = TypeVar("Result")
+
+
+def answered(ask: Callable[[], Result], seconds: float) -> Result:
+    """What `ask` returns, which asks a store. PyTorch's client waits without a limit for a store whose process is stopped.
+
+    Args:
+        ask: runs in a thread, which is left behind where no answer comes.
+        seconds: how long to wait for it.
+
+    Raises:
+        CommunicationError: no answer came.
+    """
+    outcome: Future[Result] = Future()
+    threading.Thread(target=_answer, args=(outcome, ask), name="thinwire-store", daemon=True).start()
+    if wait([outcome], seconds).not_done:
+        raise CommunicationError(
+            f"the store has not answered for {seconds:g} seconds: this worker is cut off from worker 0 or its launcher, which "
+            "holds it, or that is stopped"
+        )
+    try:
+        return outcome.result()
+    finally:
+        del outcome  # an error knows this frame: both, and the store, would live until garbage is collected
+
+
+def _answer(outcome: Future[Result], ask: Callable[[], Result]) -> None:
+    with until_exit():
+        try:
+            outcome.set_result(ask())
+        except BaseException as error:
+            outcome.set_exception(error)
+        finally:
+            del outcome, ask  # as above
 
 
 def listening_store(
@@ -69,7 +109,8 @@ def connected_store(
     """
     if credentials is not None:
         return OwnStore(address, port, timeout, credentials)
-    return dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    join = partial(dist.TCPStore, address, port, is_master=False, wait_for_workers=False, timeout=timeout)
+    return answered(join, timeout.total_seconds() + ANSWER_SECONDS)
 
 
 def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -> Callable[[Any], list[Any]]:
@@ -87,6 +128,9 @@ def gathering(store: dist.Store, rank: int, size: int, timeout_seconds: float) -
     """
 
     def gather(value: Any) -> list[Any]:
+        return answered(partial(meet, value), timeout_seconds + ANSWER_SECONDS)
+
+    def meet(value: Any) -> list[Any]:
         try:
             meeting = store.add(f"thinwire/{rank}", 1)  # of those over this store; all workers count alike
             keys = [f"thinwire/{meeting}/{other}" for other in range(size)]

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -146,13 +147,16 @@ def examine_all(asked: Doctor) -> None:
 def _exchange_hosts(store: Store, rank: int, size: int, describe: Callable[[], Host]) -> list[Host]:
     """The hosts of all workers. Rank 0 describes its own last: then the store is connected with all others."""
     from ...comm import CommunicationError
+    from ...comm.store import ANSWER_SECONDS, answered
     from ...plan.doctor import Host
 
     def read(other: int) -> Host:
+        seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # PyTorch's types lack it
         try:
-            return Host.of(json.loads(store.get(f"doctor/{other}")))
+            return Host.of(json.loads(answered(partial(store.get, f"doctor/{other}"), seconds + ANSWER_SECONDS)))
+        except CommunicationError:
+            raise
         except RuntimeError as error:
-            seconds: float = store.timeout.total_seconds()  # type: ignore[attr-defined]  # PyTorch's types lack it
             raise CommunicationError(f"rank {other} did not come to the store within {seconds:g} seconds") from error
 
     others = [read(other) for other in range(1, size)] if rank == 0 else []

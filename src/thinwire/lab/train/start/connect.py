@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -23,7 +24,7 @@ from ....comm.addresses import address_text, listening_address, own_address, own
 from ....comm.handle import reason_of
 from ....comm.notice import said_if_late
 from ....comm.sockets import keep_trying
-from ....comm.store import connected_store, gathering, listening_store
+from ....comm.store import ANSWER_SECONDS, answered, connected_store, gathering, listening_store
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import OwnStore
 from ....comm.transport import connect, has_own_connections
@@ -220,7 +221,9 @@ def meeting_store(
         _own_addresses(host, seconds)
         # Of several addresses, PyTorch's client would wait for a dead one until its limit.
         os.environ["MASTER_ADDR"] = _await_first(host, port, seconds)
-    return next(dist.rendezvous("env://", rank, environment.size, timeout=limit))[0]
+    joining = dist.rendezvous("env://", rank, environment.size, timeout=limit)
+    store: dist.Store = answered(partial(next, joining), seconds + ANSWER_SECONDS)[0]
+    return store
 
 
 def torchrun_has_store() -> bool:
@@ -293,20 +296,24 @@ def fresh(store: dist.Store, rank: int, size: int) -> dist.Store:
     Raises:
         CommunicationError: worker 0 does not answer.
     """
+    return dist.PrefixStore(answered(partial(_prefix, store, rank, size), SECONDS + ANSWER_SECONDS), store)
+
+
+def _prefix(store: dist.Store, rank: int, size: int) -> str:
     own = uuid.uuid4().hex
     store.set(f"greeting/{rank}", own)
     if rank == 0:
         _tell(store, own, set(range(1, size)))
-        return dist.PrefixStore(own, store)
+        return own
     try:
-        word = store.get(f"answer/{own}").decode()
+        word: str = store.get(f"answer/{own}").decode()
     except RuntimeError as error:
         raise CommunicationError(
             f"worker 0 did not greet worker {rank} ({reason_of(error)}); see whether it runs, and whether MASTER_ADDR and "
             "MASTER_PORT are those of another run"
         ) from error
     store.set(f"heard/{word}/{rank}", "")
-    return dist.PrefixStore(word, store)
+    return word
 
 
 def _tell(store: dist.Store, word: str, waiting: set[int]) -> None:

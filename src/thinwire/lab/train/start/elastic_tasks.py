@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....algorithm import require
 from ....comm.addresses import own_address
 from ....comm.notice import said_if_late
+from ....comm.store import ANSWER_SECONDS, answered
 from ..config import RunConfig
 from ..folder.checkpoint import latest
 from ..folder.run_folder import make_folder
@@ -22,7 +24,7 @@ from ..results.callbacks import Callback
 from ..run import loop
 from ..run.interrupt import Interrupted, Interruption
 from ..shared_errors import SharedError
-from .connect import awaited, choose_interface, credentials_of, fresh, meeting_store, torchrun_has_store
+from .connect import SECONDS, awaited, choose_interface, credentials_of, fresh, meeting_store, torchrun_has_store
 from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
@@ -125,7 +127,7 @@ def _lighthouse(config: RunConfig, environment: Environment) -> Iterator[str]:
         store = meeting_store(environment, credentials)
         if torchrun_has_store():  # after a restart it still has the address of the old Lighthouse
             store = fresh(store, environment.rank, environment.size)
-        found = store.get(KEY).decode() if environment.rank > 0 else None
+        found = answered(partial(store.get, KEY), SECONDS + ANSWER_SECONDS).decode() if environment.rank > 0 else None
     if found is not None:
         yield found
         return

@@ -12,12 +12,13 @@ import contextlib
 import json
 import threading
 import time
+from functools import partial
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from ....comm import CommunicationError
 from ....comm.exit import until_exit
-from ....comm.store import Store
+from ....comm.store import Store, answered
 
 BEAT_SECONDS = 1.0
 SILENT_BEATS = 4  # without a sign of life, before a worker is named
@@ -87,24 +88,13 @@ class Presence:
 
     def explained(self, error: CommunicationError) -> CommunicationError:
         """The same error, with the worker that is to blame for it if there is one."""
-        found: list[CommunicationError] = []
-
-        def ask() -> None:
-            with until_exit():
-                found.append(self._explained(error))
-
-        asking = threading.Thread(target=ask, name="thinwire-blame", daemon=True)
-        asking.start()
-        # Over a line that is cut, PyTorch's client would wait for many minutes.
-        asking.join(seconds := ANSWER_BEATS * self._beat_seconds)
-        if found:
-            if self._rank == 0:
-                time.sleep(SILENT_BEATS * self._beat_seconds)  # others look too
-            return found[0]
-        silence = f"the store has not answered for {seconds:g} seconds"
-        return CommunicationError(
-            f"{error}; {silence}: this worker is cut off from worker 0 or its launcher, which holds it"
-        )
+        try:
+            found = answered(partial(self._explained, error), ANSWER_BEATS * self._beat_seconds)
+        except CommunicationError as silence:
+            return CommunicationError(f"{error}; {silence}")
+        if self._rank == 0:
+            time.sleep(SILENT_BEATS * self._beat_seconds)  # others look too
+        return found
 
     def _explained(self, error: CommunicationError) -> CommunicationError:
         silent: list[int] = []
