@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import elastic_trainer
 from helpers.command import with_forked_programs
 from helpers.spawn import spawn
 from torch import nn
@@ -486,6 +487,7 @@ def transformers_works(folder: Path) -> None:
     assert torch.equal(evaluated, same) and not torch.equal(own, other)
     torch.testing.assert_close(evaluated, (own + other) / 2)
     assert torch.equal(ended, same_end) and torch.equal(ended, evaluated)
+    elastic_trainer.works(folder / "elastic")
     transformers_resumes(folder)
     transformers_resumes_with_own_models(folder / "own")
 

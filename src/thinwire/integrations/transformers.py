@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ import torch
 
 from ..algorithm import require
 from ..attaching import attach
-from ..comm import ProcessGroupCommunicator
+from ..comm import ElasticCommunicator, ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
@@ -23,6 +23,9 @@ from .state import WorkerState, num_workers
 with trainer_package("transformers"):
     from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+ROUNDS = "rounds"
+"""In the state of a worker of an elastic run: which rounds it is made of."""
+
 
 class AttachStrategy(TrainerCallback):
     """Sets a strategy to work in a `Trainer` on several processes.
@@ -30,6 +33,10 @@ class AttachStrategy(TrainerCallback):
     The callback attaches when training begins, and tells schedules the epoch. It adds bytes, savings and waiting time to the
     trainer's log, and shows them in its progress bar. It saves each worker's state beside the trainer's checkpoint, in
     `checkpoint-N/thinwire-rankR.pt`. With one process there is nothing to average, and the callback does nothing.
+
+    With an `ElasticCommunicator` each worker is a process of its own with its own output folder, started by no launcher. A
+    round begins with each step. A worker that joins takes over the trainer's step and learning-rate schedule too, so that all
+    end at the same `max_steps`. Each evaluates and saves its own model, and goes on from its own checkpoint.
 
     Where each worker has a model of its own, the trainer evaluates and saves the mean of all workers, and ends with it. The
     states of a worker's model and optimizer are in its own file, so that a resumed run goes on bit for bit. Another number of
@@ -40,11 +47,11 @@ class AttachStrategy(TrainerCallback):
         strategy: such as `Local(Mean(QSGD(bits=4)), every=30, outer=OuterSGD())`, or its notation.
         resume_from: folder of the checkpoint that training continues; by default `checkpoint-N` in the output folder,
             where N is the step at which the trainer resumes.
-        options: further arguments of `thinwire.attach`.
+        options: further arguments of `thinwire.attach`, such as `comm`.
 
     Raises:
         ValueError: the strategy cannot be read or has a quorum; when training begins, it does not suit the model, or a resumed
-            checkpoint lacks the state of any worker.
+            checkpoint lacks the state of any worker, or `comm` connects other processes than the trainer's.
 
     Example:
         >>> from thinwire.integrations.transformers import AttachStrategy
@@ -63,9 +70,12 @@ class AttachStrategy(TrainerCallback):
     ):
         self._trainer, self._strategy, self._options = trainer, averaging(strategy, together=True), options
         self._resume_from = resume_from
+        comm = options.get("comm")
+        self._elastic: ElasticCommunicator | None = comm if comm is not None and comm.is_elastic else None
+        self._shared = ExitStack()  # with workers that join
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached
-        if self._strategy.models_differ:
+        if self._strategy.models_differ and self._elastic is None:
             wraps = dict.fromkeys(("evaluate", "predict", "save_model"), self._on_mean)
             for name, wrap in (wraps | {"_load_best_model": self._once_detached}).items():
                 setattr(trainer, name, wrap(getattr(trainer, name)))
@@ -75,7 +85,12 @@ class AttachStrategy(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the model, which the trainer has wrapped by now, and restore this worker's state."""
-        if args.world_size == 1:
+        if args.world_size == 1 and self._elastic is None:
+            require(
+                self._options.get("comm") is None,
+                "AttachStrategy: the trainer has one process, and comm connects others; start them with torchrun, or pass an "
+                "ElasticCommunicator",
+            )
             return
         self._detach()  # if the training before ended with an error
         resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
@@ -84,9 +99,39 @@ class AttachStrategy(TrainerCallback):
         scaler = self._trainer.accelerator.scaler
         assert optimizer is not None, "the trainer makes its optimizer before on_train_begin"
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        if self._elastic is not None:
+            self._share(self._elastic, state)
+            if saved is not None:
+                self._elastic.load_state_dict(saved.pop(ROUNDS, {"rounds": 0}))
+                self.handle.load_state_dict(saved)
+            return
         self._state = WorkerState(self.handle, model, [optimizer])
         if saved is not None:
             self._state.load_state_dict(saved)
+
+    def _share(self, comm: ElasticCommunicator, state: TrainerState) -> None:
+        """Let workers that join have what the strategy does not share by itself."""
+        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
+        assert optimizer is not None and scheduler is not None, "the trainer makes both before on_train_begin"
+
+        def load(saved: dict[str, Any]) -> None:
+            state.global_step = saved["step"]
+            scheduler.load_state_dict(saved["scheduler"])
+
+        if not self._strategy.models_differ:
+            self._shared.callback(comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict))
+        save = lambda: {"step": state.global_step, "scheduler": scheduler.state_dict()}  # noqa: E731
+        self._shared.callback(comm.share("trainer", save, load))
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Begin a round of an elastic run, and count the steps that a worker which joins leaves out."""
+        if self._elastic is not None and self.handle is not None:
+            self.handle.begin_round()
+            state.global_step += self._elastic.num_skipped
+            for _ in range(self._elastic.num_skipped):
+                self._trainer.lr_scheduler.step()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -117,10 +162,18 @@ class AttachStrategy(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save this worker's state beside the trainer's checkpoint."""
+        if self._state is None and self._elastic is None:
+            return
+        folder = self._folder(args, state)
+        folder.mkdir(parents=True, exist_ok=True)
+        torch.save(self._own_state(), _file(folder, args.process_index))
+
+    def _own_state(self) -> dict[str, Any]:
         if self._state is not None:
-            folder = self._folder(args, state)
-            folder.mkdir(parents=True, exist_ok=True)
-            torch.save(self._state.state_dict(), _file(folder, args.process_index))
+            return self._state.state_dict()
+        assert self.handle is not None and self._elastic is not None
+        self.handle.settle()  # all workers are at this step
+        return self.handle.state_dict() | {ROUNDS: self._elastic.state_dict()}
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -130,6 +183,7 @@ class AttachStrategy(TrainerCallback):
 
     def _detach(self) -> None:
         self._state = None
+        self._shared.close()
         if self.handle is not None:
             self.handle.detach()
 
@@ -176,7 +230,7 @@ def _read(folder: Path, rank: int, size: int) -> dict[str, Any]:
         # A worker that is new has no file.
         saved = _load(path if path.exists() else _file(folder, 0))
         before = num_workers(saved)
-        needed = [rank] if before == size else range(before)
+        needed = [rank] if size in (1, before) else range(before)  # an elastic worker has its own alone
         for path in (_file(folder, r) for r in needed if f"rank{r}" not in saved):
             saved |= _load(path)
     except FileNotFoundError:
@@ -184,9 +238,11 @@ def _read(folder: Path, rank: int, size: int) -> dict[str, Any]:
     except Exception as error:  # of the file, zip, pickle or PyTorch
         reason = " ".join(error_text(error).split())[:200]
         mistake = f"rank {rank}: cannot read {path} ({reason}); resume from another checkpoint"
-    with ProcessGroupCommunicator() as comm:
-        mistakes = [text for text in comm.gather_objects(mistake) if text is not None]
-    require(not mistakes, "".join(mistakes[:1]))
+    mistakes = [mistake]
+    if size > 1:
+        with ProcessGroupCommunicator() as comm:
+            mistakes = comm.gather_objects(mistake)
+    require(not any(mistakes), next(filter(None, mistakes), ""))
     return saved
 
 
