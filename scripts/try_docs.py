@@ -289,7 +289,7 @@ def example_with(code: str) -> str | None:
 
 
 def rows_not_printed(page: str, printed: str) -> list[str]:
-    """The rows of the demo's table on a page whose numbers do not begin the printed row of that name."""
+    """The rows of the demo's table on a page whose numbers do not follow the number of runs in the printed row of that name."""
     rows = {
         name: [line for line in printed.splitlines() if re.match(rf" *{re.escape(name)} {{2,}}\d", line)]
         for name in ("dense", "4-bit", "sparse", "sparse + 4-bit")
@@ -298,7 +298,7 @@ def rows_not_printed(page: str, printed: str) -> list[str]:
     for name, lines in rows.items():
         for row in re.findall(rf"^\| {re.escape(name)} \|.*\|$", page, re.MULTILINE):
             shown = NUMBER.findall(row.partition(name)[2])
-            if not any(NUMBER.findall(line.partition(name)[2])[: len(shown)] == shown for line in lines):
+            if not any(NUMBER.findall(line.partition(name)[2])[1 : len(shown) + 1] == shown for line in lines):
                 missing.append(row)
     return missing
 

@@ -66,7 +66,7 @@ def attach(
         adds; also a context manager, which detaches at its end.
 
     Raises:
-        ValueError: no strategy, or one that does not suit the model: a parameter takes part in another strategy, the model is
+        ValueError: the strategy is none, or does not suit the model: a parameter takes part in another strategy, the model is
             on the meta device, parameters share memory, or it is sharded without `replicas`; or an elastic communicator that
             carries another strategy. On all workers together, where strategies, seeds, tensors or the layouts of shards
             differ.

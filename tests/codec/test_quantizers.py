@@ -367,7 +367,7 @@ def test_not_finite_on_one_worker_reaches_all(codec, bad):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: tw.QSGD(), "either bits or levels"),
+        (lambda: tw.QSGD(), "either bits or levels, such as bits=4"),
         (lambda: tw.QSGD(bits=4, levels=7), "either bits or levels"),
         (lambda: tw.QSGD(levels=40000), "levels must be an integer from 1 to 32767"),
         (lambda: tw.QSGD(levels=7, zero=False), "levels include zero; give bits"),

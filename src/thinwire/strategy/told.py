@@ -23,7 +23,15 @@ TELL_SECONDS = 60.0  # for the other workers to come, where they connect first
 
 
 def attach_together(model: nn.Module, runtime: Runtime, make: Callable[[], A]) -> A:
-    """Set what `make` returns to work; the other workers get its errors too."""
+    """Set what `make` returns to work, and return it. An error of `make` on one worker is raised on all of them, with its rank.
+
+    A strategy of your own calls it in `_attached`; docs/guide/add-a-strategy.md has an example.
+
+    Args:
+        model: the model, which may be in DDP: its process group then says who the workers are.
+        runtime: what `_attached` got.
+        make: makes the attachment, and checks what one worker can check alone. Its `attach()` is called next.
+    """
     ddp = wrapped_ddp(model)
     with told_to_others(runtime.comm, runtime.replicas if ddp is None else ddp.process_group):
         made = make()

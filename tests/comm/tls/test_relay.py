@@ -287,7 +287,9 @@ def test_a_relay_that_is_not_there_is_named():
     with socket.socket() as bound:  # so that nobody else listens there
         bound.bind(("127.0.0.1", 0))
         at = f"127.0.0.1:{bound.getsockname()[1]}"
-        with pytest.raises(CommunicationError, match=f"rank 0: the relay at {at}: Connection refused"):
+        with pytest.raises(
+            CommunicationError, match=f"rank 0: the relay at {at}: Connection refused; start `thinwire relay` there"
+        ):
             TcpCommunicator.from_store(dist.HashStore(), 0, 2, timeout_seconds=2.0, relay=at)
 
 

@@ -160,6 +160,7 @@ def test_a_taken_name_is_refused_and_overwritten_on_request(finished):
         (["--flavour", "topk"], "unknown option '--flavour'; see thinwire train digits --help"),
         (["--network", "alexnet"], "got 'alexnet'; the recipe chooses the model: thinwire train --list"),
         (["--no-listen"], "several workers that take no connections need a relay; leave --no-listen out"),
+        (["--elastic", "--relay", "127.0.0.1:1"], "with a relay needs credentials; add --credentials FOLDER"),
         (["--workers", "0"], "workers must be an integer, 1 or more, got 0"),
         (["--threads", "1000000000000"], "threads must be an integer from 1 to 1024, got 1000000000000; see"),
         (["--workers", "two"], "--workers must be a whole number, got 'two'; see thinwire train digits --help"),
@@ -197,6 +198,10 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
         (["demo", "--workers", "1"], "workers must be an integer, 2 or more, got 1"),
         (["keys", "token"], "keys token needs FOLDER (the folder that `thinwire keys new` made) and HOST:PORT (at"),
+        (
+            ["plan", "--workers", "2", "digits"],
+            "'digits' belongs to no option; a word without an option comes before them",
+        ),
         (["plan", "--core", "2"], "unknown option '--core'; did you mean '--cores'? See thinwire plan --help"),
         (["bench", "codec"], "did you mean 'codecs'"),
         (["bench", "codecs", "--codecs", "QSGD(bits=9)"], "from 1 to 8, got 9"),

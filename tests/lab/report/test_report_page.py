@@ -352,6 +352,7 @@ def test_the_command_reports(report):
     [
         ([], "runs come first"),
         (["--out", "x"], "runs come first"),
+        (["--out", "x", "RUNS"], "runs come first"),
         (["nowhere"], "no run to report on: nowhere does not exist"),
         (["RUNS", "--metric", "test_bleu"], "no run has the metric 'test_bleu'"),
         (["RUNS", "--group", "workerz"], "no run has a field 'workerz'"),

@@ -358,7 +358,7 @@ def test_cifar_from_an_image_folder_is_decoded_once(tmp_path, monkeypatch):
 
 def test_image_folder_says_what_is_wrong_with_it(tmp_path, monkeypatch):
     data = ImageFolder(tmp_path, num_loaders=0)
-    _refused(data.load, "train is not there; put images into")
+    _refused(data.load, "train is not there; put images into .*: --data.folder")
     (tmp_path / "train").mkdir()
     _refused(data.load, "has no class folders")
     (tmp_path / "train" / "cat").mkdir()
@@ -592,7 +592,7 @@ def test_text_that_cannot_be_read_is_refused_in_one_line(tmp_path):
             _refused(PlainText(tmp_path / name, tmp_path / "good", unit, context=2).load, message)
             _refused(PlainText(tmp_path / "good", tmp_path / name, unit, context=2).load, message)
     _refused(PlainText(tmp_path / "good", tmp_path / "good").load, "data.context 35 needs 36 training tokens, got 15")
-    _refused(WikiText2(tmp_path).load, "train.txt is not there")
+    _refused(WikiText2(tmp_path).load, "train.txt is not there; put .*: --data.folder, or --data.train")
 
 
 def test_subwords_restore_the_text_and_are_learned_once(tmp_path):

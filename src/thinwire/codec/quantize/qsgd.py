@@ -68,7 +68,7 @@ class QSGD(EvenLevels):
     def __post_init__(self) -> None:
         require(
             (self.bits is None) != (self.levels is None),
-            f"QSGD: give either bits or levels, got bits={self.bits!r} and levels={self.levels!r}",
+            f"QSGD: give either bits or levels, such as bits=4, got bits={self.bits!r} and levels={self.levels!r}",
         )
         # So many levels take codes of 16 bits.
         for name, most in (("bits", 8), ("levels", 2**15 - 1)):

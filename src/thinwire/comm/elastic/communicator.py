@@ -110,6 +110,20 @@ class ElasticCommunicator(Communicator):
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
             not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.
+
+    Example:
+        >>> import torch, thinwire as tw
+        >>> lighthouse = tw.comm.Lighthouse(min_workers=1, host="127.0.0.1")
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with ElasticCommunicator(lighthouse.address, number=3, min_workers=1) as comm:
+        ...     with tw.attach(model, optimizer, tw.Gradients(tw.Mean()), comm=comm):
+        ...         for _ in range(2):
+        ...             model(torch.ones(2)).backward()
+        ...             optimizer.step()
+        >>> comm.members.numbers, comm.counts.committed
+        ((3,), 2)
+        >>> lighthouse.close()
     """
 
     is_elastic = True

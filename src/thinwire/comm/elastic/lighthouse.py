@@ -38,8 +38,8 @@ log = logging.getLogger("thinwire")
 
 
 class Lighthouse:
-    """The place where workers agree on who takes part. One for a run; workers may come and go. If it ends,
-    start it again at the same address.
+    """The place where workers agree on who takes part. One serves a run; workers may come and go. If it ends, start it again at
+    the same address. See `ElasticCommunicator` for an example.
 
     Args:
         min_workers: fewer do not form a quorum.
@@ -47,6 +47,9 @@ class Lighthouse:
         port: TCP port; 0 takes a free one.
         join_seconds: how long a quorum waits for live workers that have not asked for it, such as slow ones.
         credentials: of this machine; with them, only workers of the run are heard.
+
+    Attributes:
+        address: what workers are given, such as "http://10.0.0.1:29510"; "https://..." with credentials.
 
     Raises:
         ValueError: a number out of range.

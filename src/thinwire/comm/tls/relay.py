@@ -407,4 +407,6 @@ def seen_at(relay: tuple[str, int], seconds: float, who: str) -> str:
         with said_if_late(f"{who} waits for the relay at {address_text(*relay)}"):
             return own_address_at(relay, seconds)
     except OSError as error:
-        raise CommunicationError(f"{who}: {error}") from error
+        raise CommunicationError(
+            f"{who}: {error}; start `thinwire relay` there, or name the relay's address"
+        ) from error

@@ -123,6 +123,8 @@ def parsed(
             parsed, unknown = parse(options)
     except SystemExit:
         raise ValueError(f"{_message(complaint.getvalue())}; see {where}") from None
+    if unknown and not unknown[0].startswith("-"):
+        raise ValueError(see(f"{unknown[0]!r} belongs to no option; a word without an option comes before them", where))
     if unknown:
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse(["--help"])

@@ -36,9 +36,9 @@ def report_command(options: list[str]) -> None:
     from ..report import as_rich, write_report
 
     paths = [Path(option) for option in takewhile(lambda option: not option.startswith("-"), options)]
-    asked = parsed(ReportOptions, options[len(paths) :], "thinwire report RUNS")
-    if not paths:
+    if not paths and not {"-h", "--help"} & set(options):
         raise ValueError("runs come first, as in: thinwire report runs/ --out report")
+    asked = parsed(ReportOptions, options[len(paths) :], "thinwire report RUNS")
     report = write_report(
         paths,
         asked.out,

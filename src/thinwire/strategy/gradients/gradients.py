@@ -186,6 +186,9 @@ def gradient_hook(
 
     Returns:
         The state, which is what `compress_gradients` returns, and the hook.
+
+    Raises:
+        ValueError: the model or a part of it is in DDP already, or does not suit the averager.
     """
     refuse_ddp(GradientCompression.call, model)
     strategy = GradientCompression(Gradients(averager, **options), model, Runtime(scaler=scaler, seed=seed))

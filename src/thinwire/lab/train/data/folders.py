@@ -50,7 +50,8 @@ def list_images(folder: Path) -> ImageFiles:
         ValueError: the folder is missing, has no class folders, or one of these has no images.
     """
     require(
-        folder.is_dir(), f"{folder.absolute()} is not there; put images into {folder}/<class>/, or say where they are"
+        folder.is_dir(),
+        f"{folder.absolute()} is not there; put images into {folder}/<class>/, or say where they are: --data.folder",
     )
     classes = tuple(sorted(entry.name for entry in os.scandir(folder) if entry.is_dir()))
     require(len(classes) > 0, f"{folder} has no class folders; images belong into {folder}/<class>/")

@@ -52,7 +52,10 @@ def read_lines(path: Path) -> list[str]:
     Raises:
         ValueError: the file is missing, empty, or not UTF-8.
     """
-    require(path.is_file(), f"{path.absolute()} is not there; put the text there, or say where it is")
+    require(
+        path.is_file(),
+        f"{path.absolute()} is not there; put the text there, or say where it is: --data.folder, or --data.train",
+    )
     raw = path.read_bytes()
     try:
         # Some editors put a byte order mark at the start of a file.

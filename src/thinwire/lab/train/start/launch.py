@@ -59,6 +59,10 @@ def train(
     """
     strategy = config.parsed_strategy()
     config = _with_credentials(config)
+    open_relay = config.elastic and config.relay is not None and config.credentials is None
+    require(
+        not open_relay, "an elastic run with a relay needs credentials; add --credentials FOLDER (see thinwire keys)"
+    )
     between = any(isinstance(callback, EachStep) for callback in callbacks)
     require(
         not (config.elastic and between), "elastic runs call callbacks with rows only; leave EachStep or elastic out"

@@ -122,8 +122,15 @@ def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
 
 
 def failure(number: int, error: Exception) -> str:
-    """Say in one line why this worker failed. A gradient that is not finite stops all workers; its error names the first."""
-    return str(error) if isinstance(error, FloatingPointError) else f"worker {number} failed: {in_one_line(error)}"
+    """Say in one line why this worker failed. A gradient that is not finite stops all workers; its error names the first.
+
+    Example:
+        >>> failure(3, ValueError("worker 3: the Lighthouse does not answer"))
+        'worker 3 failed: the Lighthouse does not answer'
+    """
+    if isinstance(error, FloatingPointError):
+        return str(error)
+    return f"worker {number} failed: {in_one_line(error).removeprefix(f'worker {number}: ')}"
 
 
 def in_one_line(error: Exception) -> str:
