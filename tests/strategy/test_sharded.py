@@ -222,6 +222,33 @@ def test_shards_are_averaged_as_whole_parameters_are():
     spawn(4, semantics_worker)
 
 
+def pipeline_worker(comm):
+    """FSDP reduces at the end of a pipeline's step, outside of backward passes."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = device_mesh(2, 2, 1, names=("replicate", "shard", "pipe"))
+    dense, (x, y) = sharded(mesh["replicate", "shard"]), batch(comm.rank, 0)
+    backward(dense, comm.rank, 0)
+    for within_no_sync in (False, True):
+        model = sharded(mesh["shard"])
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pipe"].get_group())
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.cross_entropy)
+        with tw.compress_gradients(model, tw.Mean(), replicas=mesh["replicate"]) as handle:
+            if within_no_sync:
+                with handle.no_sync():
+                    schedule.step(x, target=y)
+                parameters = list(model.parameters())
+                torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+                torch.testing.assert_close(gradients(model), gradients(dense))
+            else:
+                with pytest.raises(ValueError, match=r"came outside of a backward pass, .* within no_sync\(\)"):
+                    schedule.step(x, target=y)
+
+
+def test_replicas_of_a_pipelines_stage_are_averaged():
+    spawn(4, pipeline_worker)
+
+
 def parallel_worker(comm):
     """Tensor parallelism inside a replica: columns of one layer, rows of the next, a norm that each worker holds whole."""
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
