@@ -199,7 +199,10 @@ def semantics_worker(comm):
     ):
         with pytest.raises(ValueError, match=message):
             tw.compress_gradients(thin, SPARSE, **options)
-    with pytest.raises(ValueError, match=r"gradients are averaged densely already"):
+    with pytest.raises(
+        ValueError,
+        match=r"gradients are averaged densely already; shard over one dimension only, before a trainer does",
+    ):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
     with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
