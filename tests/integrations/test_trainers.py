@@ -17,7 +17,7 @@ import pytest
 import torch
 from helpers import elastic_trainer
 from helpers.command import with_forked_programs
-from helpers.spawn import spawn
+from helpers.spawn import device_mesh, retire, spawn
 from torch import nn
 
 import thinwire as tw
@@ -122,7 +122,7 @@ def started_processes() -> Any:
             return torch.distributed.get_rank()
 
         def world_size(self) -> int:
-            return 2
+            return torch.distributed.get_world_size()
 
         def local_rank(self) -> int:
             return torch.distributed.get_rank()
@@ -273,6 +273,60 @@ def lightning_own_models_worker(
     return module.trained, module.validated, module.net.weight.detach()
 
 
+def lightning_sharded_worker(comm: tw.comm.Communicator, folder: Path, strategy: str) -> torch.Tensor:
+    """The shard of a run in two replicas of two shards, which one that went on from a checkpoint must also have."""
+    import lightning.pytorch as pl
+    from torch.distributed.fsdp import fully_shard
+
+    from thinwire.integrations.lightning import AttachStrategy
+
+    retire()  # Lightning makes a mesh
+
+    class Linear(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Linear(4, 4)
+
+        def configure_model(self) -> None:
+            fully_shard(self.net, mesh=self.device_mesh["tensor_parallel"])
+
+        def training_step(self, batch: torch.Tensor, index: int) -> torch.Tensor:
+            return self.net(batch).square().mean()
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.1, momentum=0.9)
+
+    data = torch.utils.data.DataLoader(torch.randn(7, 4, generator=torch.Generator().manual_seed(comm.rank)))
+
+    def fitted(epochs: int, checkpoint: Path | None = None) -> tuple[pl.Trainer, nn.Linear]:
+        module = Linear()
+        trainer = pl.Trainer(
+            accelerator="cpu",
+            devices=4,
+            strategy=pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
+            plugins=[started_processes()],
+            use_distributed_sampler=False,
+            max_epochs=epochs,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+            callbacks=[AttachStrategy(strategy, replicas=lambda module: module.device_mesh["data_parallel"]), Save()],
+        )
+        trainer.fit(module, data, ckpt_path=checkpoint)
+        return trainer, module.net
+
+    class Save(pl.Callback):
+        def on_train_epoch_end(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+            if trainer.current_epoch == 0 and not (folder / "saved").exists():
+                trainer.save_checkpoint(folder / "saved")
+
+    _, whole = fitted(2)
+    _, resumed = fitted(2, folder / "saved")
+    assert torch.equal(whole.weight.to_local(), resumed.weight.to_local())
+    return whole.weight.full_tensor().detach()
+
+
 def metrics_worker(comm: tw.comm.Communicator) -> float:
     """The mean squared error over all workers, whose own errors are 1, 4, ..."""
     from torchmetrics import MeanSquaredError  # it comes with Lightning
@@ -311,6 +365,27 @@ def lightning_works(folder: Path) -> None:
         assert torch.equal(model["net.weight"], ended)
     lightning_resumes(folder)
     lightning_resumes_with_own_models(folder / "own")
+    with pytest.raises(ValueError, match="replicas must be a function of the module, got 'data_parallel'"):
+        AttachStrategy("Gradients(Mean())", replicas="data_parallel")
+    for i, strategy in enumerate(("Gradients(Mean(TopK(0.25), ErrorFeedback()))", "Local(Mean(), every=4)")):
+        ends = spawn(4, partial(lightning_sharded_worker, folder=folder / f"sharded{i}", strategy=strategy))
+        assert all(torch.equal(end, ends[0]) for end in ends)
+    assert_mean_of_shards(folder / "sharded1" / "saved")
+
+
+def assert_mean_of_shards(checkpoint: Path) -> None:
+    """That a sharded model was saved as the mean of the replicas, beside their own."""
+    from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+    dcp_to_torch_save(checkpoint, checkpoint / "whole.pt")
+    saved = torch.load(checkpoint / "whole.pt")["state_dict"]["net.weight"]
+    own = torch.load(checkpoint / "meta.pt", weights_only=False)["thinwire"]
+    parts = {key: part["model"]["net.weight"] for key, part in own.items() if "own of" in key}
+    first, second = (
+        torch.cat([parts[f"shard {shard} of 2, own of rank{rank}"] for shard in (0, 1)]) for rank in (0, 1)
+    )
+    assert not torch.equal(first, second)
+    torch.testing.assert_close(saved, (first + second) / 2)
 
 
 def accelerate_resumes(folder: Path) -> None:
@@ -347,6 +422,7 @@ def accelerate_worker(comm: tw.comm.Communicator, folder: Path) -> None:
 
     from thinwire.integrations.accelerate import attach
 
+    retire()  # Accelerate keeps what it found of the processes
     rank = str(comm.rank)
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
     os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "2")
@@ -379,8 +455,58 @@ def accelerate_worker(comm: tw.comm.Communicator, folder: Path) -> None:
     torch.testing.assert_close(train(resume=True), mean - 0.1 * (1 + comm.rank))
 
 
+def accelerate_sharded_worker(comm: tw.comm.Communicator, folder: Path, strategy: str) -> None:
+    """Go on from what two replicas of two shards saved, to the same bits as without a stop."""
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.state import PartialState
+    from accelerate.utils import DistributedType, load_fsdp_model
+    from torch.distributed.fsdp import fully_shard
+
+    from thinwire.integrations.accelerate import attach
+
+    mesh, rank = device_mesh(2, 2), str(comm.rank)
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "RANK": rank, "LOCAL_RANK": rank}
+    os.environ |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), "4")
+    PartialState(cpu=True)
+    PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU  # else Accelerate has no FSDP
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="NO_WRAP", state_dict_type="SHARDED_STATE_DICT"
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin, gradient_accumulation_steps=2)
+    plain = fully_shard(nn.Linear(4, 4), mesh=mesh["shard"])
+    model, optimizer = accelerator.prepare(plain, torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9))
+
+    def attached() -> Any:
+        return attach(accelerator, model, optimizer, strategy, replicas=mesh["replicate"])
+
+    def train(steps: range) -> torch.Tensor:
+        for step in steps:
+            with accelerator.accumulate(model):
+                x = torch.randn(2, 4, generator=torch.Generator().manual_seed(100 * step + comm.rank))
+                accelerator.backward(model(x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+        return model.weight.detach().to_local().clone()
+
+    with attached() as handle:
+        train(range(4))
+        accelerator.save_state(str(folder))
+        with handle.average_model():
+            mean = model.weight.to_local().clone()
+        expected = train(range(4, 8))
+        accelerator.wait_for_everyone()
+    with attached() as handle:
+        load_fsdp_model(plugin, accelerator, model, str(folder))
+        assert torch.equal(model.weight.to_local(), mean)
+        accelerator.load_state(str(folder))
+        assert torch.equal(train(range(4, 8)), expected)
+    assert len(set(map(str, comm.gather_objects(model.weight.full_tensor().tolist())))) == 1
+
+
 def accelerate_works(folder: Path) -> None:
     spawn(2, accelerate_worker, folder / "detached")
+    for i, strategy in enumerate(("Gradients(Mean(TopK(0.25), ErrorFeedback()))", "Local(Mean(), every=3)")):
+        spawn(4, accelerate_sharded_worker, folder / f"sharded{i}", strategy)
     accelerate_resumes(folder)
     accelerate_saves_own_models(folder / "own")
 
@@ -439,7 +565,11 @@ def transformers_own_models_worker(
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         accelerator=SimpleNamespace(scaler=None),
         callback_handler=SimpleNamespace(callbacks=[]),
-        **dict.fromkeys(("evaluate", "predict", "save_model"), lambda: model.module.weight.detach().clone()),
+        is_fsdp_enabled=True,
+        **dict.fromkeys(
+            ("evaluate", "predict", "save_model", "_save_optimizer_and_scheduler"),
+            lambda: model.module.weight.detach().clone(),
+        ),
         _load_best_model=lambda: nn.init.ones_(model.module.weight),
     )
     arguments = SimpleNamespace(world_size=2, process_index=comm.rank, output_dir="")
@@ -454,7 +584,7 @@ def transformers_own_models_worker(
     callback.on_train_begin(arguments, SimpleNamespace(global_step=0), None)
     model(torch.full((1, 2), 1.0 + comm.rank)).sum().backward()
     trainer.optimizer.step()
-    seen = [trainer.evaluate(), trainer.predict(), trainer.save_model()]
+    seen = [trainer.evaluate(), trainer.predict(), trainer.save_model(), trainer._save_optimizer_and_scheduler()]
     assert all(torch.equal(one, seen[0]) for one in seen)
     own = model.module.weight.detach().clone()
     callback.on_train_end(arguments, SimpleNamespace(global_step=1), None)

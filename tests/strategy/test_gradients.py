@@ -388,3 +388,15 @@ def test_an_error_that_one_worker_survives_is_a_step_that_all_skip(averager, run
     (model, num_lost, skips), (other, other_lost, other_skips) = run(2, survives_alone, averager)
     assert model == other and (num_lost, other_lost) == (0, 1)
     assert skips == [0, 0, 1, 1, 1, 1] and other_skips == [0, 0, 1, 1, 1]
+
+
+def test_an_optimizer_of_other_parameters_is_refused():
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        before = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)  # as one that was made before `fully_shard`
+        with pytest.raises(
+            ValueError, match=r"the optimizer has no parameter of the model, .* make it after fully_shard"
+        ):
+            tw.attach(model, before, tw.Gradients(tw.Mean()), comm=comm)
+
+    tw.LocalWorld(1).run(worker)

@@ -199,7 +199,10 @@ def semantics_worker(comm):
     ):
         with pytest.raises(ValueError, match=message):
             tw.compress_gradients(thin, SPARSE, **options)
-    with pytest.raises(ValueError, match=r"gradients are averaged densely already"):
+    with pytest.raises(
+        ValueError,
+        match=r"gradients are averaged densely already; shard over one dimension only, before a trainer does",
+    ):
         tw.compress_gradients(dense, SPARSE, replicas=replicas)
     with pytest.raises(ValueError, match="'bias' is a DTensor, and Asynchronous needs"):
         tw.gossip_asynchronously(thin, torch.optim.SGD(thin.parameters(), lr=0.1))
@@ -220,6 +223,33 @@ def semantics_worker(comm):
 
 def test_shards_are_averaged_as_whole_parameters_are():
     spawn(4, semantics_worker)
+
+
+def pipeline_worker(comm):
+    """FSDP reduces at the end of a pipeline's step, outside of backward passes."""
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    mesh = device_mesh(2, 2, 1, names=("replicate", "shard", "pipe"))
+    dense, (x, y) = sharded(mesh["replicate", "shard"]), batch(comm.rank, 0)
+    backward(dense, comm.rank, 0)
+    for within_no_sync in (False, True):
+        model = sharded(mesh["shard"])
+        stage = PipelineStage(model, 0, 1, torch.device("cpu"), group=mesh["pipe"].get_group())
+        schedule = ScheduleGPipe(stage, 2, loss_fn=nn.functional.cross_entropy)
+        with tw.compress_gradients(model, tw.Mean(), replicas=mesh["replicate"]) as handle:
+            if within_no_sync:
+                with handle.no_sync():
+                    schedule.step(x, target=y)
+                parameters = list(model.parameters())
+                torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])
+                torch.testing.assert_close(gradients(model), gradients(dense))
+            else:
+                with pytest.raises(ValueError, match=r"came outside of a backward pass, .* within no_sync\(\)"):
+                    schedule.step(x, target=y)
+
+
+def test_replicas_of_a_pipelines_stage_are_averaged():
+    spawn(4, pipeline_worker)
 
 
 def parallel_worker(comm):

@@ -17,6 +17,7 @@ from .state import AllWorkersState
 
 with trainer_package("accelerate"):
     from accelerate import Accelerator
+    from accelerate.utils import DistributedType, save_fsdp_model
 
 
 def attach(
@@ -66,7 +67,11 @@ def attach(
             if handle.is_detached:  # the model is the mean
                 return
             (place,) = (i for i, one in enumerate(models) if one in (model, state.model))
-            weights[place] = state.mean_model()
+            if accelerator.distributed_type != DistributedType.FSDP:
+                weights[place] = state.mean_model()
+                return
+            with handle.average_model():  # Accelerate has written this worker's shards before it calls its hooks
+                save_fsdp_model(accelerator.state.fsdp_plugin, accelerator, models[place], folder, place)
 
         accelerator.register_save_state_pre_hook(save_mean)
     return handle

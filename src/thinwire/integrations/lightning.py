@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
 from ..algorithm import require
 from ..attaching import attach
+from ..comm import Group
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
@@ -19,7 +22,7 @@ with trainer_package("lightning"):
 
 
 class AttachStrategy(pl.Callback):
-    """Sets a strategy to work in a DDP training.
+    """Sets a strategy to work in a training with DDP, or with a model that `configure_model` shards.
 
     The callback attaches when training begins, and tells schedules the epoch. It logs bytes, savings and waiting time every
     `log_every_n_steps` of the trainer, and shows them in the progress bar. It saves the states of all workers in the
@@ -31,11 +34,13 @@ class AttachStrategy(pl.Callback):
 
     Args:
         strategy: such as `Gradients(Mean(TopK(0.01), ErrorFeedback()))`, or its notation.
+        replicas: for a sharded model, which workers hold replicas: a function of the module, whose mesh exists only when
+            training begins, such as `lambda module: module.device_mesh["data_parallel"]`.
         options: further arguments of `thinwire.attach`.
 
     Raises:
         ValueError: the strategy cannot be read or has a quorum; when training begins, if it does not suit the model, such as
-            one that Lightning has sharded, if averager and optimizer both apply momentum, or if models differ between
+            one that is sharded without `replicas`, if averager and optimizer both apply momentum, or if models differ between
             workers and a callback averages weights over steps.
 
     Example:
@@ -45,8 +50,19 @@ class AttachStrategy(pl.Callback):
         >>> # trainer = lightning.Trainer(strategy="ddp", devices=4, callbacks=[callback])
     """
 
-    def __init__(self, strategy: Averaging[Any] | str, **options: Any):
-        self._strategy, self._options = averaging(strategy, together=True), options
+    def __init__(
+        self,
+        strategy: Averaging[Any] | str,
+        *,
+        replicas: Callable[[pl.LightningModule], Group] | None = None,
+        **options: Any,
+    ):
+        self._strategy, self._replicas, self._options = averaging(strategy, together=True), replicas, options
+        require(
+            replicas is None or callable(replicas),
+            f"AttachStrategy: replicas must be a function of the module, got {replicas!r}; write "
+            'replicas=lambda module: module.device_mesh["data_parallel"]',
+        )
         self._saved: dict[str, Any] | None = None
         self.handle: AveragerAttachment | None = None
         self._state: AllWorkersState | None = None
@@ -76,7 +92,8 @@ class AttachStrategy(pl.Callback):
                 f"AttachStrategy: {type(callback).__name__} would put an average over the steps of this worker alone in place "
                 f"of the model, and models of {self._strategy} differ between workers; leave it out, or use Gradients(...)",
             )
-        self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
+        replicas = None if self._replicas is None else self._replicas(pl_module)
+        self.handle = attach(model, optimizer, self._strategy, replicas=replicas, scaler=scaler, **self._options)
         self._state = AllWorkersState(self.handle, pl_module, optimizers)
         self._has_failed = False
         if isinstance(self.handle, GradientCompression):
@@ -119,7 +136,9 @@ class AttachStrategy(pl.Callback):
         if self._state is None or self._has_failed:
             return
         if self._has_own_model:
-            checkpoint["state_dict"] = self._state.mean_model()
+            assert self.handle is not None
+            with self.handle.average_model():
+                checkpoint["state_dict"] = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
         checkpoint["thinwire"] = self._state.state_dict()
 
     def on_load_checkpoint(

@@ -76,7 +76,9 @@ class AttachStrategy(TrainerCallback):
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached
         if self._strategy.models_differ and self._elastic is None:
-            wraps = dict.fromkeys(("evaluate", "predict", "save_model"), self._on_mean)
+            # With FSDP the optimizer's method saves the shards of the model too.
+            also = ("_save_optimizer_and_scheduler",) if trainer.is_fsdp_enabled else ()
+            wraps = dict.fromkeys(("evaluate", "predict", "save_model", *also), self._on_mean)
             for name, wrap in (wraps | {"_load_best_model": self._once_detached}).items():
                 setattr(trainer, name, wrap(getattr(trainer, name)))
         trainer.callback_handler.callbacks.insert(0, self)  # before those that report what `on_log` adds

@@ -111,6 +111,11 @@ class OwnModelAttachment(AveragerAttachment):
                 self._holds_mean = held
                 self._shards.reshard()  # first, because the shards are what is restored
 
+    def end_with_mean(self) -> None:
+        """Let `detach` leave the mean of all workers as the model, as it does for a model in DDP."""
+        if not self.strategy.counts_commits:  # workers with a quorum end at different times
+            self._on_detach(self._leave_mean)
+
     # ---- what a derived class defines ----
 
     @property
@@ -144,9 +149,8 @@ class OwnModelAttachment(AveragerAttachment):
         if self._ddp is not None:
             self._undo.enter_context(self._ddp.no_sync())
             self._ddp.require_forward_param_sync = False  # else the first forward pass sends buffers
-            # Workers with a quorum end at different times, and one in a process group of its own has equal models.
-            if self._ddp.process_group.size() > 1 and not self.strategy.counts_commits:
-                self._on_detach(self._leave_mean)
+            if self._ddp.process_group.size() > 1:  # one in a process group of its own has equal models
+                self.end_with_mean()
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(
             without_autocast(lambda *_: None if makes_state_only() else self._after_step())
@@ -171,6 +175,7 @@ class OwnModelAttachment(AveragerAttachment):
         """Let all workers have the mean model, because DDP takes models to be equal; not after an error, which others lack."""
         if sys.exc_info()[1] is not None:
             return
+        self._shards.reshard()  # else `tensors` would be those that FSDP has gathered
         tensors = [unexpanded(t) for t in (*self._model.parameters(), *self._model.buffers())]
         with self.average_model():
             means = [t.clone() for t in tensors]

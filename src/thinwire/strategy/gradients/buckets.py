@@ -90,6 +90,12 @@ class GradientBuckets:
             return
         # A failed backward pass only leaves its number behind, so a new number begins a new round.
         graph_task = torch._C._current_graph_task_id()
+        if graph_task == -1:
+            raise ValueError(
+                f"the gradient of {self._names[key]!r} came outside of a backward pass, as torch.distributed.pipelining gives "
+                "it to FSDP; call the schedule's step within no_sync(), and average after it: "
+                "torch.autograd.backward(parameters, [torch.zeros_like(p) for p in parameters])"
+            )
         if graph_task != self._graph_task:
             self._graph_task = graph_task
             self._missing = [{id(p) for _, p in bucket} for bucket in self._buckets]

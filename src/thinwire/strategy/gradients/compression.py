@@ -87,6 +87,12 @@ class GradientCompression(AveragerAttachment):
             "of its own; give it bucket_cap_mb",
         )
         if optimizer is not None:
+            held = {id(p) for p in module.parameters()}
+            require(
+                any(id(p) in held for group in optimizer.param_groups for p in group["params"]),
+                f"{self.call}: the optimizer has no parameter of the model, so its steps would not change the model; give the "
+                "model's optimizer, and make it after fully_shard, which replaces parameters",
+            )
             self.check_optimizer(optimizer)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

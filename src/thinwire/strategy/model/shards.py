@@ -159,7 +159,7 @@ class Replica:
             require(
                 not shared,
                 f"{self._call}: the mesh of {self._first!r}, {tuple(mesh.shape)}, holds rank {shared[:1]} of another replica, "
-                "so that its gradients are averaged densely already; shard over one dimension only, "
+                "so that its gradients are averaged densely already; shard over one dimension only, before a trainer does, "
                 "fully_shard(model, mesh=mesh['shard']), and pass replicas=mesh['replicate']",
             )
         try:
