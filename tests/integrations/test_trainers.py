@@ -21,6 +21,7 @@ from helpers.spawn import device_mesh, retire, spawn
 from torch import nn
 
 import thinwire as tw
+from thinwire.integrations import is_alone
 from thinwire.integrations.numbers import SHORT_NAMES
 
 ROOT = Path(__file__).parents[2]
@@ -679,6 +680,14 @@ def assert_equal_states(a: Any, b: Any) -> None:
 
 
 # The programs of a trainer are forked from a process that has imported it, which takes longer than they do.
+
+
+def test_a_communicator_of_processes_that_the_trainer_does_not_know_is_refused():
+    """The adapters of Lightning and Transformers attached to nothing, without a word."""
+    comm = tw.comm.LocalWorld(2).run(lambda comm: comm)[0]
+    with pytest.raises(ValueError, match="the trainer has one process, and comm connects others; start them with"):
+        is_alone(1, {"comm": comm})
+    assert [is_alone(size, {}) for size in (1, 2)] == [True, False] and not is_alone(2, {"comm": comm})
 
 
 def test_lightning(tmp_path):

@@ -36,6 +36,23 @@ def trainer_package(name: str) -> Iterator[None]:
         ) from None
 
 
+def is_alone(num_processes: int, options: dict[str, Any]) -> bool:
+    """Whether a trainer has one process, so that there is nothing to average.
+
+    Args:
+        num_processes: of the trainer.
+        options: for `thinwire.attach`.
+
+    Raises:
+        ValueError: it has one, and `comm` among the options connects others.
+    """
+    require(
+        num_processes > 1 or options.get("comm") is None,
+        "the trainer has one process, and comm connects others; start them with torchrun, or call thinwire.attach yourself",
+    )
+    return num_processes == 1
+
+
 def averaging(strategy: Strategy[Any] | str, together: bool) -> Averaging[Any]:
     """The strategy, read if it is text.
 

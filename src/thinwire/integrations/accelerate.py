@@ -11,7 +11,7 @@ from .. import attaching
 from ..algorithm import require
 from ..strategy import Attachment, AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging, is_alone, trainer_package
 from .numbers import numbers, summary
 from .state import AllWorkersState
 
@@ -51,7 +51,7 @@ def attach(
         >>> # handle = attach(accelerator, model, optimizer, tw.Gradients(tw.Mean(tw.QSGD(bits=4))))
     """
     require(
-        accelerator.num_processes > 1,
+        not is_alone(accelerator.num_processes, options),
         "attach: there is one process, and nothing to average; start several with torchrun --nproc-per-node N, or on GPUs with "
         "accelerate launch --multi_gpu; accelerate launch --cpu starts one",
     )

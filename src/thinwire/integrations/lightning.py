@@ -13,7 +13,7 @@ from ..comm import Group
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging, is_alone, trainer_package
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
@@ -71,7 +71,7 @@ class AttachStrategy(pl.Callback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which Lightning has wrapped by now."""
-        if trainer.world_size == 1:
+        if is_alone(trainer.world_size, self._options):
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # only mixed precision in float16 has one
         model, optimizers = trainer.strategy.model, trainer.optimizers

@@ -16,7 +16,7 @@ from ..comm import ElasticCommunicator, ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging, trainer_package
+from . import averaging, is_alone, trainer_package
 from .numbers import numbers, summary
 from .state import WorkerState, num_workers
 
@@ -87,12 +87,7 @@ class AttachStrategy(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Attach to the model, which the trainer has wrapped by now, and restore this worker's state."""
-        if args.world_size == 1 and self._elastic is None:
-            require(
-                self._options.get("comm") is None,
-                "AttachStrategy: the trainer has one process, and comm connects others; start them with torchrun, or pass an "
-                "ElasticCommunicator",
-            )
+        if self._elastic is None and is_alone(args.world_size, self._options):
             return
         self._detach()  # if the training before ended with an error
         resumes, folder = state.global_step > 0, Path(self._resume_from or self._folder(args, state))
@@ -116,13 +111,15 @@ class AttachStrategy(TrainerCallback):
         optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
         assert optimizer is not None and scheduler is not None, "the trainer makes both before on_train_begin"
 
+        def save() -> dict[str, Any]:
+            return {"step": state.global_step, "scheduler": scheduler.state_dict()}
+
         def load(saved: dict[str, Any]) -> None:
             state.global_step = saved["step"]
             scheduler.load_state_dict(saved["scheduler"])
 
         if not self._strategy.models_differ:
             self._shared.callback(comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict))
-        save = lambda: {"step": state.global_step, "scheduler": scheduler.state_dict()}  # noqa: E731
         self._shared.callback(comm.share("trainer", save, load))
 
     def on_step_begin(
@@ -133,7 +130,7 @@ class AttachStrategy(TrainerCallback):
             self.handle.begin_round()
             state.global_step += self._elastic.num_skipped
             for _ in range(self._elastic.num_skipped):
-                self._trainer.lr_scheduler.step()
+                kwargs["lr_scheduler"].step()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
