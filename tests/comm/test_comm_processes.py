@@ -15,6 +15,7 @@ import time
 import types
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -155,6 +156,20 @@ def fails_on_rank_one(comm):
 
 @pytest.mark.parametrize("run", [spawn, run_threads, run_tcp])
 def test_the_first_error_is_raised_with_its_rank(run):
+    with pytest.raises(ValueError, match=r"^rank 1: ratio must be in \(0, 1\], got 2$"):
+        run(3, fails_on_rank_one)
+
+
+@pytest.mark.parametrize("run", [spawn, run_tcp])
+def test_the_first_error_is_raised_though_those_that_followed_are_there_too(run, monkeypatch):
+    """The parent looks only after rank 1's end has broken the barrier of the others."""
+
+    def wait_for_all(connections, seconds):
+        for connection in connections:
+            assert wait([connection], 60)
+        return wait(connections, seconds)
+
+    monkeypatch.setattr("helpers.spawn.wait", wait_for_all)
     with pytest.raises(ValueError, match=r"^rank 1: ratio must be in \(0, 1\], got 2$"):
         run(3, fails_on_rank_one)
 

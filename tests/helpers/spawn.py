@@ -155,8 +155,11 @@ def _collect(workers: list, deadline: float, return_errors: bool) -> list:
         for connection in ready:
             rank = waiting.pop(connection)
             results[rank] = _receive(workers[rank][0], connection)
-            if isinstance(results[rank], Exception) and not return_errors:
-                raise name_rank(results[rank], rank)
+        failed = [rank for rank, result in enumerate(results) if isinstance(result, Exception)]
+        if failed and not return_errors:
+            # The errors of others, whose connections broke, may have come before this process looked. A death has no time.
+            first = min(failed, key=lambda rank: vars(results[rank]).get("raised_at", 0.0))
+            raise name_rank(results[first], first)
     return results
 
 
@@ -201,6 +204,7 @@ def _work(connection: Connection, rank: int, size: int, folder: str, timeout: fl
         fn, args = pickle.loads(task)
         answer = _dumps(fn(comm, *args))
     except Exception as error:
+        error.raised_at = time.monotonic()  # type: ignore[attr-defined]  # a clock that all processes share
         error.__cause__ = RuntimeError("\n" + traceback.format_exc())
         connection.send_bytes(_dumps(error))
         os._exit(1)  # as a crash would: without goodbyes to the others
