@@ -6,7 +6,6 @@ import io
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
