@@ -26,7 +26,7 @@ import torch.distributed as dist
 from helpers import traffic
 from helpers.cases import case
 from helpers.program import programs
-from helpers.spawn import run_tcp, run_threads, spawn
+from helpers.spawn import meet, run_tcp, run_threads, spawn
 
 import thinwire as tw
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
@@ -49,6 +49,7 @@ OPERATIONS = {
 def with_a_failing_peer(comm, operation: str, how: str) -> tuple[str, float]:
     """Rank 2 is killed, or is silent, while the others wait for it."""
     comm.barrier()
+    meet("connected", range(3))
     if comm.rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     store = dist.distributed_c10d._get_default_store()
@@ -87,6 +88,7 @@ def test_a_silent_worker_is_an_error_at_the_timeout(run, operation):
 def in_a_chain(comm) -> tuple[str, float]:
     """Rank 2 dies; rank 1 waits for it, and rank 0 for rank 1, which lives."""
     comm.barrier()
+    meet("connected", range(3))
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()

@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -98,6 +98,16 @@ def retire() -> None:
     """Have this process of `spawn` serve no other call, because it changed what cannot be changed back."""
     global _is_retired
     _is_retired = True
+
+
+def meet(name: str, ranks: Iterable[int] = range(2)) -> None:
+    """Wait until all of these workers of `spawn` have called it; no connection of theirs is needed for that.
+
+    A barrier does less: what one worker needs to leave it may still be under way when another one has left it, and ends.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{dist.get_rank()}", "")
+    store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=400))
 
 
 def device_mesh(*sizes: int, names: tuple[str, ...] = ("replicate", "shard")) -> dist.DeviceMesh:
