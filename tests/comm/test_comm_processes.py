@@ -72,7 +72,7 @@ def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: {operation} failed:")
         assert ".cc:" not in message  # where Gloo's source found the error
-        assert seconds < 50  # the time limit is 60
+        assert seconds < 50, results  # the time limit is 60
     if operation == "exchange":
         assert all("rank 2" in message for message, _ in results[:2])
 
@@ -103,7 +103,7 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: exchange failed:")
         assert f"rank {rank + 1}" in message
-        assert seconds < 50  # the time limit is 60
+        assert seconds < 50, results  # the time limit is 60
 
 
 # ---- spawn itself ----
@@ -180,9 +180,13 @@ def sleeps_on_rank_one(comm):
     time.sleep(30 * (comm.rank == 1))
 
 
-def test_workers_that_do_not_finish_are_named():
+def test_workers_that_do_not_finish_are_named(monkeypatch):
+    def wait_for_rank_zero(connections, seconds):
+        return wait(connections[:1], 60) if len(connections) == 2 else wait(connections, seconds)
+
+    monkeypatch.setattr("helpers.spawn.wait", wait_for_rank_zero)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2"):
-        spawn(2, sleeps_on_rank_one, timeout_seconds=0.5)
+        spawn(2, sleeps_on_rank_one, timeout_seconds=0.1)
 
 
 def tensors_and_arguments(comm, x: torch.Tensor, factor: int) -> torch.Tensor:
