@@ -15,6 +15,7 @@ import time
 import types
 import warnings
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -25,7 +26,7 @@ import torch.distributed as dist
 from helpers import traffic
 from helpers.cases import case
 from helpers.program import programs
-from helpers.spawn import run_tcp, run_threads, spawn
+from helpers.spawn import meet, run_tcp, run_threads, spawn
 
 import thinwire as tw
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
@@ -48,6 +49,7 @@ OPERATIONS = {
 def with_a_failing_peer(comm, operation: str, how: str) -> tuple[str, float]:
     """Rank 2 is killed, or is silent, while the others wait for it."""
     comm.barrier()
+    meet("connected", range(3))
     if comm.rank == 2 and how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     store = dist.distributed_c10d._get_default_store()
@@ -70,7 +72,7 @@ def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: {operation} failed:")
         assert ".cc:" not in message  # where Gloo's source found the error
-        assert seconds < 50  # the time limit is 60
+        assert seconds < 50, results  # the time limit is 60
     if operation == "exchange":
         assert all("rank 2" in message for message, _ in results[:2])
 
@@ -86,6 +88,7 @@ def test_a_silent_worker_is_an_error_at_the_timeout(run, operation):
 def in_a_chain(comm) -> tuple[str, float]:
     """Rank 2 dies; rank 1 waits for it, and rank 0 for rank 1, which lives."""
     comm.barrier()
+    meet("connected", range(3))
     if comm.rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     began = time.monotonic()
@@ -100,7 +103,7 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: exchange failed:")
         assert f"rank {rank + 1}" in message
-        assert seconds < 50  # the time limit is 60
+        assert seconds < 50, results  # the time limit is 60
 
 
 # ---- spawn itself ----
@@ -159,13 +162,31 @@ def test_the_first_error_is_raised_with_its_rank(run):
         run(3, fails_on_rank_one)
 
 
+@pytest.mark.parametrize("run", [spawn, run_tcp])
+def test_the_first_error_is_raised_though_those_that_followed_are_there_too(run, monkeypatch):
+    """The parent looks only after rank 1's end has broken the barrier of the others."""
+
+    def wait_for_all(connections, seconds):
+        for connection in connections:
+            assert wait([connection], 60)
+        return wait(connections, seconds)
+
+    monkeypatch.setattr("helpers.spawn.wait", wait_for_all)
+    with pytest.raises(ValueError, match=r"^rank 1: ratio must be in \(0, 1\], got 2$"):
+        run(3, fails_on_rank_one)
+
+
 def sleeps_on_rank_one(comm):
     time.sleep(30 * (comm.rank == 1))
 
 
-def test_workers_that_do_not_finish_are_named():
+def test_workers_that_do_not_finish_are_named(monkeypatch):
+    def wait_for_rank_zero(connections, seconds):
+        return wait(connections[:1], 60) if len(connections) == 2 else wait(connections, seconds)
+
+    monkeypatch.setattr("helpers.spawn.wait", wait_for_rank_zero)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2"):
-        spawn(2, sleeps_on_rank_one, timeout_seconds=0.5)
+        spawn(2, sleeps_on_rank_one, timeout_seconds=0.1)
 
 
 def tensors_and_arguments(comm, x: torch.Tensor, factor: int) -> torch.Tensor:
@@ -250,8 +271,9 @@ def test_an_error_waits_for_no_other_worker():
     assert spawn(2, fails_while_another_is_silent)[0] < 30  # half of the time limit
 
 
-def abandons_while_idle(comm, transport: str) -> None:
-    """What the others hear in their next operation; the worker that has left it still lives."""
+def abandons_while_idle(comm, transport: str) -> str:
+    """What the others hear in their next operation, of a worker that has left it and still lives."""
+    said = ""
     with connect(transport, timeout_seconds=20.0) as own:  # the one that ends below refers to it
         ended = connect(transport, timeout_seconds=20.0)
         if comm.rank == 1:
@@ -259,20 +281,25 @@ def abandons_while_idle(comm, transport: str) -> None:
         own.barrier()
         if comm.rank != 1:
             began = time.monotonic()
-            # A third worker may hear first from one that has noticed.
-            with pytest.raises(CommunicationError, match=r"rank 1.*(closed|hung up)|lost rank 1"):
+            with pytest.raises(
+                CommunicationError, match=r"failed: .*rank \d.*(closed|hung up|reset)|lost rank 1"
+            ) as raised:
                 ended.all_reduce(torch.ones(4)).wait()
+            said = str(raised.value)
             assert time.monotonic() - began < 10  # half of the time limit
         own.barrier()  # else a third worker might hear of the second one's end first
         if comm.rank != 1:
             ended.abandon()
         own.barrier()
+    return said
 
 
 @pytest.mark.parametrize("transport", ["gloo", "tcp"])
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_worker_that_gives_up_while_idle_is_an_error_at_once(transport, size):
-    spawn(size, abandons_while_idle, transport, comm_timeout_seconds=20.0)
+    """Over Gloo, a third worker that is late hears from one that has noticed, and has hung up too."""
+    said = spawn(size, abandons_while_idle, transport, comm_timeout_seconds=20.0)
+    assert any("rank 1" in line.partition("failed: ")[2] for line in said), said
 
 
 def default_group_destroyed_first(comm, again: bool, end: str) -> None:

@@ -137,6 +137,7 @@ def worker(
     result |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
     result |= {"losses": comm.counts.losses, "listeners": len(listening())}
     print(json.dumps(result), flush=True)
+    comm.close()  # else its end can cut the last vote of others, who would wait for it then
     os._exit(0)
 
 
@@ -175,4 +176,5 @@ def sampled(address: str, number: int, strategy: str, num_blocks: int, epochs: i
         if comm.counts.committed > before:
             print(json.dumps([comm.counts.committed, comm.size, list(sampler.last_committed.items())]), flush=True)
     print(json.dumps({"weights": model.weight.tolist(), "sampler": sampler.state_dict()}), flush=True)
+    comm.close()
     os._exit(0)

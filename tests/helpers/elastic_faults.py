@@ -88,17 +88,13 @@ def ailing(address: str, number: int, ails: str, at: int, among: int, rounds: in
                 time.sleep(0.1)
             if ails == "descriptors":
                 leave_no_descriptors()
-        if fewer > rounds:
-            raise StopIteration
+        if fewer == rounds + 1:
+            print(json.dumps({"done": True}), flush=True)
 
-    result = {}
     try:
-        result = train(comm, rounds=10**6, before_round=before_round)
-    except StopIteration:
-        result = {"done": True}
+        train(comm, rounds=10**6, before_round=before_round)
     except Exception as error:
-        result = {"error": f"{type(error).__name__}: {error}"}
-    print(json.dumps(result), flush=True)
+        print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
     os._exit(0)
 
 

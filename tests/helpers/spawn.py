@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -100,6 +100,16 @@ def retire() -> None:
     _is_retired = True
 
 
+def meet(name: str, ranks: Iterable[int] = range(2)) -> None:
+    """Wait until all of these workers of `spawn` have called it; no connection of theirs is needed for that.
+
+    A barrier does less: what one worker needs to leave it may still be under way when another one has left it, and ends.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"{name}/{dist.get_rank()}", "")
+    store.wait([f"{name}/{rank}" for rank in ranks], timedelta(seconds=400))
+
+
 def device_mesh(*sizes: int, names: tuple[str, ...] = ("replicate", "shard")) -> dist.DeviceMesh:
     """A mesh over all workers of `spawn`.
 
@@ -155,8 +165,11 @@ def _collect(workers: list, deadline: float, return_errors: bool) -> list:
         for connection in ready:
             rank = waiting.pop(connection)
             results[rank] = _receive(workers[rank][0], connection)
-            if isinstance(results[rank], Exception) and not return_errors:
-                raise name_rank(results[rank], rank)
+        failed = [rank for rank, result in enumerate(results) if isinstance(result, Exception)]
+        if failed and not return_errors:
+            # The errors of others, whose connections broke, may have come before this process looked. A death has no time.
+            first = min(failed, key=lambda rank: vars(results[rank]).get("raised_at", 0.0))
+            raise name_rank(results[first], first)
     return results
 
 
@@ -201,6 +214,7 @@ def _work(connection: Connection, rank: int, size: int, folder: str, timeout: fl
         fn, args = pickle.loads(task)
         answer = _dumps(fn(comm, *args))
     except Exception as error:
+        error.raised_at = time.monotonic()  # type: ignore[attr-defined]  # a clock that all processes share
         error.__cause__ = RuntimeError("\n" + traceback.format_exc())
         connection.send_bytes(_dumps(error))
         os._exit(1)  # as a crash would: without goodbyes to the others

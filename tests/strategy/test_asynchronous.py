@@ -6,7 +6,6 @@ import io
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -423,6 +422,7 @@ def test_an_ordinary_model_trains_in_processes():
 def ends_badly(comm, how, who):
     """All but `who` train until something happens to them."""
     if how == "stopped":
+        store = dist.distributed_c10d._get_default_store()
         comm.barrier()  # everyone has started; from here on 3 seconds are enough
         comm = tw.comm.ProcessGroupCommunicator(timeout_seconds=3)
     worker = Worker(comm)
@@ -435,13 +435,15 @@ def ends_badly(comm, how, who):
                 if how == "killed":
                     os.kill(os.getpid(), signal.SIGKILL)
                 if how == "stopped":
-                    subprocess.Popen(["sh", "-c", f"sleep 6; kill -CONT {os.getpid()}"])  # for the test to end
+                    store.set("stopped", str(os.getpid()))
                     os.kill(os.getpid(), signal.SIGSTOP)
                 if how == "raises":
                     raise ValueError("the loss is NaN")
                 if how == "leaves":
                     return None
     except tw.comm.CommunicationError as error:
+        if how == "stopped" and store.add("failed", 1) == comm.size - 1:
+            os.kill(int(store.get("stopped")), signal.SIGCONT)  # for the test to end
         return str(error), time.monotonic() - began
     finally:
         if how != "leaves" or comm.rank != who:
