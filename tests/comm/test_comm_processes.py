@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import json
 import math
 import os
@@ -14,6 +15,7 @@ import threading
 import time
 import types
 import warnings
+import weakref
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
@@ -527,3 +529,23 @@ def test_the_loopback_interface_carries_what_the_ledgers_say():
     assert len(rows) == 3 * len(traffic.OPERATIONS)
     for size, operation, recorded, counted in rows:
         assert recorded <= counted <= 1.05 * recorded, (size, operation)
+
+
+def ends_its_group(comm, how: str) -> bool:
+    """Whether PyTorch's group is gone when a communicator over it is closed, though garbage is not collected."""
+    gc.disable()
+    try:
+        ours = ProcessGroupCommunicator()
+        ours.all_reduce(torch.ones(3)).wait()
+        group = weakref.ref(ours._group)
+        comm.barrier()
+        getattr(ours, how)()
+        return group() is None
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+def test_no_group_of_pytorch_is_left_to_a_fork(how):
+    """A data loader's worker that collected it waited for ever for threads which a fork does not have."""
+    assert spawn(2, ends_its_group, how) == [True, True]

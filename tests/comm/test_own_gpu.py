@@ -164,7 +164,9 @@ def test_the_state_of_all_workers_travels_on_the_communicators_device(rank):
     comm = OnGpus(rank=rank, payload=_pack({"rank1": {"memory": torch.ones(3)}}))
     with torch.device("meta"):
         own = {f"rank{rank}": {}}
-        strategy = SimpleNamespace(comm=comm, models_differ=False, is_detached=False, state_dict=lambda: own)
+        strategy = SimpleNamespace(
+            comm=comm, models_differ=False, is_detached=False, parameters=[], state_dict=lambda: own
+        )
         state = AllWorkersState(strategy, torch.nn.Linear(1, 1), []).state_dict()
     assert state.keys() == ({"rank0", "rank1"} if rank == 0 else {"rank1"})
     if rank == 0:

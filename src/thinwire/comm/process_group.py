@@ -137,6 +137,9 @@ class ProcessGroupCommunicator(Communicator):
         with contextlib.suppress(ValueError):  # it went with the default group, which was destroyed before
             if dist.is_initialized():
                 dist.destroy_process_group(self._group)
+        # Its destructor waits for its threads. A fork, such as a data loader's worker, has none of them; there it must not run
+        # when garbage is collected in which this object is.
+        del self._group
 
     def _abandon(self) -> None:
         self._issuer.close()
@@ -165,7 +168,8 @@ class ProcessGroupCommunicator(Communicator):
             raise
 
     def _hang_up(self) -> None:
-        if self._backends.get("cpu") == "gloo":
+        # Another thread may have closed this communicator.
+        if self._backends.get("cpu") == "gloo" and hasattr(self, "_group"):
             self._gloo.hang_up()
 
     @property
