@@ -46,8 +46,8 @@ def answered(ask: Callable[[], Result], seconds: float) -> Result:
     threading.Thread(target=_answer, args=(outcome, ask), name="thinwire-store", daemon=True).start()
     if wait([outcome], seconds).not_done:
         raise CommunicationError(
-            f"the store has not answered for {seconds:g} seconds: this worker is cut off from worker 0 or its launcher, which "
-            "holds it, or that is stopped"
+            f"the store has not answered for {seconds:g} seconds: this worker is cut off from the process that holds it, "
+            "worker 0 or the launcher, or that process is stopped"
         )
     try:
         return outcome.result()

@@ -34,13 +34,13 @@ class AttachStrategy(TrainerCallback):
     trainer's log, and shows them in its progress bar. It saves each worker's state beside the trainer's checkpoint, in
     `checkpoint-N/thinwire-rankR.pt`. With one process there is nothing to average, and the callback does nothing.
 
-    With an `ElasticCommunicator` each worker is a process of its own with its own output folder, started by no launcher. A
-    round begins with each step. A worker that joins takes over the trainer's step and learning-rate schedule too, so that all
-    end at the same `max_steps`. Each evaluates and saves its own model, and goes on from its own checkpoint.
-
     Where each worker has a model of its own, the trainer evaluates and saves the mean of all workers, and ends with it. The
     states of a worker's model and optimizer are in its own file, so that a resumed run goes on bit for bit. Another number of
     workers needs a folder that all can read; `Local` then begins with the model of its last round, others with the mean.
+
+    With an `ElasticCommunicator` as `comm` each worker is a process with an output folder of its own, started by no launcher. A
+    round begins with each step. A worker that joins takes over the step and the learning-rate schedule of the others too, so
+    that all end at the same `max_steps`. Each evaluates and saves its own model, and goes on from its own checkpoint.
 
     Args:
         trainer: the trainer to attach to; it must not be training yet.
@@ -75,11 +75,12 @@ class AttachStrategy(TrainerCallback):
         self._shared = ExitStack()  # with workers that join
         self.handle: AveragerAttachment | None = None
         self._state: WorkerState | None = None  # while the strategy is attached
-        if self._strategy.models_differ and self._elastic is None:
+        if self._strategy.models_differ:
             # With FSDP the optimizer's method saves the shards of the model too.
             also = ("_save_optimizer_and_scheduler",) if trainer.is_fsdp_enabled else ()
-            wraps = dict.fromkeys(("evaluate", "predict", "save_model", *also), self._on_mean)
-            for name, wrap in (wraps | {"_load_best_model": self._once_detached}).items():
+            on_mean = ("evaluate", "predict", "save_model", *also) if self._elastic is None else ()
+            wraps = dict.fromkeys(on_mean, self._on_mean) | {"_load_best_model": self._once_detached}
+            for name, wrap in wraps.items():
                 setattr(trainer, name, wrap(getattr(trainer, name)))
         trainer.callback_handler.callbacks.insert(0, self)  # before those that report what `on_log` adds
 
@@ -161,18 +162,16 @@ class AttachStrategy(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save this worker's state beside the trainer's checkpoint."""
-        if self._state is None and self._elastic is None:
+        if self._state is not None:
+            own = self._state.state_dict()
+        elif self._elastic is not None and self.handle is not None:
+            self.handle.settle()  # all workers are at this step
+            own = self.handle.state_dict() | {ROUNDS: self._elastic.state_dict()}
+        else:
             return
         folder = self._folder(args, state)
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(self._own_state(), _file(folder, args.process_index))
-
-    def _own_state(self) -> dict[str, Any]:
-        if self._state is not None:
-            return self._state.state_dict()
-        assert self.handle is not None and self._elastic is not None
-        self.handle.settle()  # all workers are at this step
-        return self.handle.state_dict() | {ROUNDS: self._elastic.state_dict()}
+        torch.save(own, _file(folder, args.process_index))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

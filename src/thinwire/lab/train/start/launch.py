@@ -59,9 +59,9 @@ def train(
     """
     strategy = config.parsed_strategy()
     config = _with_credentials(config)
-    open_relay = config.elastic and config.relay is not None and config.credentials is None
     require(
-        not open_relay, "an elastic run with a relay needs credentials; add --credentials FOLDER (see thinwire keys)"
+        not config.elastic or config.relay is None or config.credentials is not None,
+        "an elastic run with a relay needs credentials; add --credentials FOLDER (see thinwire keys)",
     )
     between = any(isinstance(callback, EachStep) for callback in callbacks)
     require(
