@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import os
 import re
@@ -235,6 +236,22 @@ def test_a_port_in_use(tmp_path, monkeypatch, capsys):
     assert f"port {port} cannot be used" in done.stderr
     assert f"cannot listen at 127.0.0.1:{port}: Address already in use" in capsys.readouterr().err
     assert list((tmp_path / "runs").iterdir()) == []  # a run that never began leaves no folder
+
+
+@pytest.mark.parametrize("command", ["train digits", "plan", "report", "watch", "lighthouse"])
+def test_the_help_of_an_option_breaks_no_line_that_has_room(command, monkeypatch, capsys):
+    """A line of the source that was indented went on a line of its own."""
+    monkeypatch.setenv("COLUMNS", "120")
+    with pytest.raises(SystemExit):
+        main([*command.split(), "--help"])
+    lines = [line.rstrip("│ ") for line in capsys.readouterr().out.splitlines()]
+    (column,) = (line.index("show this help") for line in lines if "show this help" in line)
+    # Of each two lines, the second has nothing but help, and the first has help beside the option or alone.
+    two = [(a, b) for a, b in itertools.pairwise(lines) if not b[1:column].strip() and a[column - 2 : column] == "  "]
+    pairs = [(a, b[column:]) for a, b in two if b[column:]]
+    width = max(len(line) for line, _ in pairs)
+    broken = [(line, after) for line, after in pairs if len(f"{line} {after.split()[0]}") < width]
+    assert not broken
 
 
 HELP = [["--help"], ["train", "--list"], ["train", "digits", "--help"], ["bench", "step", "--help"]]

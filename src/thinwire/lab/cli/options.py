@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import NoneType
@@ -96,7 +96,7 @@ def parsed(
 
     def parse(options: list[str]) -> tuple[Any, list[str]]:
         keywords = {} if default is None else {"default": default}
-        with _registry():
+        with _registry(), _whole_paragraphs():
             return tyro.cli(
                 kind,
                 args=options,
@@ -169,6 +169,26 @@ def _registry() -> ConstructorRegistry:
     registry = ConstructorRegistry()
     registry.primitive_rule(_optional)
     return registry
+
+
+@contextlib.contextmanager
+def _whole_paragraphs() -> Iterator[None]:
+    """Let tyro show what stands below a field as paragraphs; it takes an indented line for a new one."""
+    import docstring_parser
+
+    def whole(obj: Any, *style: Any) -> docstring_parser.Docstring:
+        found = read(obj, *style)
+        for one in found.params:
+            parts = re.split(r"\n\s*\n", one.description or "")
+            one.description = "\n\n".join(" ".join(part.split()) for part in parts) or None
+        return found
+
+    read: Any = docstring_parser.parse_from_object
+    setattr(docstring_parser, "parse_from_object", whole)  # noqa: B010 - types do not allow the assignment
+    try:
+        yield
+    finally:
+        docstring_parser.parse_from_object = read
 
 
 def _optional(asked: PrimitiveTypeInfo) -> PrimitiveConstructorSpec[Any] | None:

@@ -72,7 +72,7 @@ class Task:
         """All recipes by name, each followed by its small recipe."""
         made = {}
         for end, method in self.methods.items():
-            name, about = self.name(end), f"{self.title}. {method.about}"
+            name, about = self.name(end), f"{self.title}. {method.about[:1].upper()}{method.about[1:]}"
             made[name] = _recipe(name, about, self.full, method.strategy, method.changes)
             if self.small is not None:
                 strategy = method.small_strategy or method.strategy
