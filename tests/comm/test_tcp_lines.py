@@ -82,7 +82,8 @@ if rank == 1:
     events = engine.events(1.0)
     assert events == [], events
     store.set("is_over", "")
-store.get("is_over")
+else:  # it holds the store, and ends as soon as it has this
+    store.get("is_over")
 """
 
 

@@ -123,13 +123,16 @@ def parsed(
             parsed, unknown = parse(options)
     except SystemExit:
         raise ValueError(f"{_message(complaint.getvalue())}; see {where}") from None
-    if unknown and not unknown[0].startswith("-"):
-        raise ValueError(see(f"{unknown[0]!r} belongs to no option; a word without an option comes before them", where))
     if unknown:
+        told = written_here(unknown[0], originals or {})
+        if not told and not unknown[0].startswith("-"):
+            raise ValueError(
+                see(f"{unknown[0]!r} belongs to no option; a word without an option comes before them", where)
+            )
         with contextlib.redirect_stdout(io.StringIO()) as text, contextlib.suppress(SystemExit):
             parse(["--help"])
         known = sorted({*re.findall(r"--[\w.-]+", text.getvalue()), *others})
-        near = written_here(unknown[0], originals or {}) or suggestion(unknown[0], known)
+        near = told or suggestion(unknown[0], known)
         raise ValueError(see(f"unknown option {unknown[0]!r}{near}", where))
     if parts:
         from ..overrides import overridden
