@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -33,14 +34,20 @@ def sleeping():
     time.sleep(60)
 
 
+def forked(target, *arguments):
+    """A process that was started, and collects no garbage: a store of an earlier test would end it, without its threads."""
+    process = multiprocessing.get_context("fork").Process(target=target, args=arguments)
+    gc.disable()
+    process.start()
+    gc.enable()
+    return process
+
+
 @pytest.fixture
 def workers():
     """Three workers that do nothing, and ignore SIGTERM."""
-    context = multiprocessing.get_context("fork")
-    started = [context.Process(target=sleeping) for _ in range(3)]
     before = signal.signal(signal.SIGTERM, signal.SIG_IGN)  # they inherit it
-    for worker in started:
-        worker.start()
+    started = [forked(sleeping) for _ in range(3)]
     signal.signal(signal.SIGTERM, before)
     yield started
     for worker in started:
@@ -112,8 +119,7 @@ def test_a_stopped_worker_is_told_of_long_before_the_limit(workers, tmp_path, mo
 
 
 def ended(worker, code):
-    worker = multiprocessing.get_context("fork").Process(target=os._exit, args=(code,))
-    worker.start()
+    worker = forked(os._exit, code)
     worker.join()
     return worker
 
@@ -199,8 +205,7 @@ def test_a_request_to_stop_blames_the_worker_that_is_stopped(workers, tmp_path, 
 
 def test_a_worker_that_fails_waiting_for_a_stopped_one_is_not_blamed(workers, tmp_path):
     stop(workers[2])
-    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
-    workers[0].start()
+    workers[0] = forked(os._exit, 1)
     assert watched(workers, tmp_path).startswith("worker 2 (process ")
 
 
@@ -209,8 +214,7 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
     store.set("finished/0", "")
     for rank in (0, 1):
         workers[rank].kill()
-        workers[rank] = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
-        workers[rank].start()
+        workers[rank] = forked(os._exit, 0)
     assert watched(workers, tmp_path, store=store).startswith("worker 1 left the run before its end, with exit code 0")
 
 
@@ -220,8 +224,7 @@ def test_the_first_report_counts_and_needs_no_file(workers, tmp_path, monkeypatc
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
     report_failure(store, tmp_path / "gone", 2, full)
     report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))
-    workers[0] = multiprocessing.get_context("fork").Process(target=os._exit, args=(1,))
-    workers[0].start()
+    workers[0] = forked(os._exit, 1)
     assert watched(workers, tmp_path, store=store) == (
         "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     )
