@@ -26,6 +26,7 @@ from torch.utils._pytree import KeyPath, MappingKey, keystr, tree_leaves_with_pa
 
 from ..algorithm import require
 from ..strategy import AveragerAttachment
+from ..strategy.model.shards import placed
 
 PLACE = "shard "
 Path = tuple[str | int, ...]
@@ -139,12 +140,7 @@ def _as_parameter(value: Tensor, parameter: Any, fits: bool) -> Tensor | dict[st
         return {_place(parameter): value} if sharded else value
     if not sharded:
         return value.reshape(parameter.shape)
-    # Without them PyTorch takes all shards to be of equal size.
-    shape, stride = parameter.shape, parameter.stride()
-    part = value.reshape(parameter.to_local().shape)
-    return DTensor.from_local(
-        part, parameter.device_mesh, parameter.placements, run_check=False, shape=shape, stride=stride
-    )
+    return placed(value, parameter)
 
 
 def _place(parameter: DTensor) -> str:

@@ -21,7 +21,7 @@ from ..comm import Communicator, ProcessGroupCommunicator
 from ..comm.process_group import num_ranks
 from ..strategy import AveragerAttachment, OwnModelAttachment
 from ..strategy.model.ddp import wrapped_ddp
-from ..strategy.model.shards import is_sharded, local
+from ..strategy.model.shards import is_sharded, local, placed
 
 OWN = "own of "
 
@@ -125,16 +125,7 @@ def _placed(value: Any, parameter: Any) -> Any:
     """A shard that was saved as a plain tensor, as a DTensor placed like the parameter; any other value unchanged."""
     if not is_sharded(parameter) or not isinstance(value, Tensor) or value.shape != local(parameter).shape:
         return value
-    shape, stride = parameter.shape, parameter.stride()
-    placed: Tensor = type(parameter).from_local(
-        value.to(parameter.device),
-        parameter.device_mesh,
-        parameter.placements,
-        run_check=False,
-        shape=shape,
-        stride=stride,
-    )
-    return placed
+    return placed(value.to(parameter.device), parameter)
 
 
 class AllWorkersState(WorkerState):

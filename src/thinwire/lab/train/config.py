@@ -207,8 +207,9 @@ class RunConfig:
         if self.relay is not None:
             parse_address(self.relay)
         require(encrypts, f"transport {self.transport!r} does not encrypt; leave it out, or leave credentials out")
-        alone = not self.elastic and (self.lighthouse is not None or self.first_worker > 0)
-        require(not alone, "lighthouse and first_worker belong to elastic; add --elastic")
+        options = ("min_workers", "lighthouse", "first_worker", "check_every")
+        given = [name for name in options if getattr(self, name) != getattr(RunConfig, name)]
+        require(self.elastic or not given, f"there is no use for {', '.join(given)} without elastic; add --elastic")
         reached = not self.elastic or self.relay is not None or self.listen
         require(reached, "workers of an elastic run that take no connections need a relay; add --relay HOST:PORT")
         wrong = {

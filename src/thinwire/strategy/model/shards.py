@@ -47,6 +47,20 @@ def local(t: Tensor) -> Tensor:
     return part.detach()
 
 
+def placed(shard: Tensor, parameter: Any) -> Tensor:
+    """A DTensor placed like a parameter, of this worker's shard of it: as many elements as the parameter's, in any shape."""
+    kind: Any = type(parameter)
+    whole: Tensor = kind.from_local(
+        shard.reshape(parameter.to_local().shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,  # without shape and stride PyTorch takes all shards to be of equal size
+        stride=parameter.stride(),
+    )
+    return whole
+
+
 def layout_of(t: Any) -> str:
     """The tensor's global shape, placement and mesh coordinate; workers with equal layouts hold the same elements."""
     if not is_sharded(t):

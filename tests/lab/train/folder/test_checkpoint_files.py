@@ -152,7 +152,7 @@ def test_a_run_goes_on_only_as_it_began(changes, expected, begun):
 def test_what_does_not_change_the_result_may_change():
     assert {name.split(".")[0] for name in FREE} > {"output", "keep", "log_every", "threads", "device"}
     free = {"log_every": 7, "keep": 3, "checkpoint_every": None, "threads": 2, "device": "cpu", "evaluate_every": 2}
-    free |= {"check_every": 0}  # after states have diverged
+    free |= {"elastic": True, "check_every": 0}  # after states have diverged
     check_same(replace(CONFIG, **free), json.loads(json.dumps(CONFIG.as_dict())), Path("run"))
 
 
