@@ -153,7 +153,7 @@ def test_a_worker_of_a_run_that_replaces_another_reads_no_checkpoint_of_that(tmp
 
 
 def test_options_of_elastic_runs_are_checked(tmp_path):
-    with pytest.raises(ValueError, match="no use for min_workers, lighthouse, check_every without elastic; add --elastic"):
+    with pytest.raises(ValueError, match="no use for min_workers, lighthouse, check_every without elastic; add"):
         RunConfig("digits", lighthouse="http://node1:29510", min_workers=3, check_every=0)
     with pytest.raises(ValueError, match="take no connections need a relay; add --relay HOST:PORT"):
         RunConfig("digits", elastic=True, listen=False)
