@@ -134,6 +134,10 @@ def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, mo
         (["--compute", "inf"], "compute must be 0 seconds or more, and finite, got inf"),
         (["--model", "math:pi"], "--model math:pi must be a function that returns the model, got 3.14"),
         (
+            ["--model", "json:dumps"],
+            "--model json:dumps must be a function without arguments: missing a required argument: 'obj'",
+        ),
+        (
             ["--model", "fractions:Fraction"],
             "--model fractions:Fraction must return the model, an nn.Module, got Fraction",
         ),

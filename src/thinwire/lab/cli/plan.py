@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import sys
@@ -148,6 +149,10 @@ def _own_model(notation: str | None) -> Callable[[], nn.Module] | None:
     except (ImportError, AttributeError) as error:
         raise ValueError(f"cannot import --model {notation}: {error}") from None
     require(callable(build), f"--model {notation} must be a function that returns the model, got {build!r:.100}")
+    try:
+        inspect.signature(build).bind()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"--model {notation} must be a function without arguments: {error}") from None
     return lambda: _module(build(), notation)
 
 
