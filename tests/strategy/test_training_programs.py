@@ -1,0 +1,52 @@
+"""Programs that users bring: hooks of their own, layers that change, evaluation in inference mode, buffers that grow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import thinwire as tw
+
+MEAN = tw.Gradients(tw.Mean())
+GOSSIP = tw.Gossip(tw.Mix(tw.Ring()))
+LOCAL = tw.Local(tw.Mean(), every=2, outer=tw.OuterSGD())
+DELAYED = tw.Local(tw.Mean(tw.QSGD(bits=8), tw.ErrorFeedback()), every=2, outer=tw.OuterSGD(), delay=1)
+OVERLAPPED = tw.Gossip(tw.PushSum(tw.Exponential()), overlap=True)
+ASYNCHRONOUS = tw.Asynchronous()
+
+
+def make() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2))
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(0.1)
+    return model
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def step(comm, model, optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(8.0).view(2, 4) + comm.rank).square().mean().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("are_equal", [True, False])
+@pytest.mark.parametrize("strategy", [MEAN, LOCAL], ids=str)
+def test_buffers_may_grow_after_a_strategy_is_attached(strategy, are_equal):
+    """As those of observers do in their first forward pass, in quantization-aware training."""
+
+    def worker(comm):
+        model = make()
+        model.register_buffer("smallest", torch.tensor([]))
+        model.register_buffer("largest", torch.tensor([float("-inf") if are_equal else comm.rank]))
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, strategy, comm=comm):
+            for buffer in model.buffers():
+                buffer.resize_(3).fill_(0)
+            step(comm, model, optimizer)
+
+    tw.LocalWorld(2).run(worker)
