@@ -34,6 +34,32 @@ def step(comm, model, optimizer) -> None:
     optimizer.step()
 
 
+def normalise(p) -> None:
+    p.grad.div_(p.grad.norm())
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, None])
+def test_hooks_that_a_user_sets_later_change_what_is_sent(bucket_bytes):
+    def own_gradients(rank: int) -> list[torch.Tensor]:
+        model = make()
+        model(torch.arange(8.0).view(2, 4) + rank).square().mean().backward()
+        return [(p.grad / p.grad.norm()).double() for p in model.parameters()]
+
+    def worker(comm):
+        model = make()
+        with tw.attach(model, None, tw.Gradients(tw.Mean(), bucket_bytes=bucket_bytes), comm=comm):
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(normalise)
+            for _ in range(2):
+                model.zero_grad()
+                model(torch.arange(8.0).view(2, 4) + comm.rank).square().mean().backward()
+        return [p.grad.double() for p in model.parameters()]
+
+    means = [(a + b) / 2 for a, b in zip(own_gradients(0), own_gradients(1), strict=True)]
+    for gradients in tw.LocalWorld(2).run(worker):
+        torch.testing.assert_close(gradients, means, rtol=1e-6, atol=1e-7)  # float32
+
+
 @pytest.mark.parametrize("are_equal", [True, False])
 @pytest.mark.parametrize("strategy", [MEAN, LOCAL], ids=str)
 def test_buffers_may_grow_after_a_strategy_is_attached(strategy, are_equal):
