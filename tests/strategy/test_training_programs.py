@@ -60,6 +60,77 @@ def test_hooks_that_a_user_sets_later_change_what_is_sent(bucket_bytes):
         torch.testing.assert_close(gradients, means, rtol=1e-6, atol=1e-7)  # float32
 
 
+@pytest.mark.parametrize("strategy", [MEAN, GOSSIP, LOCAL, ASYNCHRONOUS])
+def test_a_new_layer_that_a_new_optimizer_trains_alone_is_refused(strategy):
+    def worker(comm):
+        model = make()
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, strategy, comm=comm):
+            step(comm, model, optimizer)
+            model[0].requires_grad_(False)
+            model[2] = nn.Linear(3, 2)
+            step(comm, model, sgd(model[2]))
+
+    with pytest.raises(ValueError, match=r"'2\.weight' was replaced after .* attached.*detach\(\)"):
+        tw.LocalWorld(2).run(worker)
+
+
+def test_layers_that_are_unfrozen_for_another_optimizer_are_refused():
+    def worker(comm):
+        model = make()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model[2])
+        with tw.attach(model, optimizer, GOSSIP, comm=comm):
+            step(comm, model, optimizer)
+            model[0].requires_grad_(True)
+            step(comm, model, sgd(model[0]))
+
+    with pytest.raises(ValueError, match=r"'0\.weight' was added or unfrozen after Gossip attached"):
+        tw.LocalWorld(2).run(worker)
+
+
+def add_a_temperature_later(strategy):
+    def worker(comm):
+        model = make()
+        temperature = nn.Parameter(torch.zeros(()))
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, strategy, comm=comm):
+            step(comm, model, optimizer)
+            optimizer.add_param_group({"params": [temperature]})
+            step(comm, model, optimizer)
+
+    tw.LocalWorld(2).run(worker)
+
+
+def test_parameters_that_an_optimizer_gets_later_are_seen():
+    with pytest.warns(UserWarning, match="1 of the 5 parameters of SGD are attached to no strategy"):
+        add_a_temperature_later(MEAN)
+    for strategy in (LOCAL, GOSSIP):
+        with pytest.raises(ValueError, match=r"'\(not of this model\)' is trained since later"):
+            add_a_temperature_later(strategy)
+
+
+def test_an_optimizer_inside_of_another_one_is_refused_by_both_names():
+    class Wrapping(torch.optim.Optimizer):
+        def __init__(self, inner):
+            super().__init__(inner.param_groups, {})
+            self.inner = inner
+
+        def step(self, closure=None):
+            self.inner.step()
+
+    def worker(comm):
+        model = make()
+        optimizer = Wrapping(sgd(model))
+        with tw.attach(model, optimizer, LOCAL, comm=comm):
+            step(comm, model, optimizer)
+
+    with pytest.raises(
+        ValueError, match=r"another SGD steps on .* their own Wrapping.* one optimizer that wraps no other"
+    ):
+        tw.LocalWorld(2).run(worker)
+
+
 @pytest.mark.parametrize("are_equal", [True, False])
 @pytest.mark.parametrize("strategy", [MEAN, LOCAL], ids=str)
 def test_buffers_may_grow_after_a_strategy_is_attached(strategy, are_equal):

@@ -44,7 +44,7 @@ from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
-from .attached import AVERAGED, require_free
+from .attached import AVERAGED, BESIDE, require_free
 from .identity import check_identity, describe_tensors, key_of
 from .model.ddp import refuse_ddp
 from .model.models import NamedParameters, check_model, check_one_device
@@ -126,6 +126,8 @@ class AveragerAttachment(Attachment):
 
     call: ClassVar[str]
     _record: State
+    _ignored: Collection[str] = ()
+    """Names of trainable parameters that take no part because the user said so."""
 
     def __init__(
         self,
@@ -355,18 +357,19 @@ class AveragerAttachment(Attachment):
         return self._before_optimizer_step(optimizer, arguments)
 
     def require_in_place(self, stepped: Collection[int]) -> None:
-        """Raise a ValueError if an optimizer steps on new parameters in the place of all that are attached.
+        """Raise a ValueError if an optimizer steps on parameters that the model has got since it was attached.
 
         Args:
             stepped: the `id`s of the optimizer's parameters, of which none is attached.
         """
-        name, attached = self.parameters[0]
-        now = dict(self._model.named_parameters()).get(name)
-        require(
-            now is attached or id(now) not in stepped,
-            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module "
-            "do, so that nothing averages the new one; shard the model first, then attach",
-        )
+        for name, p in self._model.named_parameters():
+            if id(p) in stepped and p.requires_grad and name not in self._ignored and id(p) not in BESIDE:
+                is_new = all(name != attached for attached, _ in self.parameters)
+                raise ValueError(
+                    f"{self.call}: parameter {name!r} was {'added or unfrozen' if is_new else 'replaced'} after {self.call} "
+                    "attached, as by fully_shard, parallelize_module or a new layer, so that nothing averages the new one; "
+                    f"shard the model first, then attach, or detach(), and call {self.call} again"
+                )
 
     @abstractmethod
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
