@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.gradients import fingerprint
 from torch import nn
 
 import thinwire as tw
+from thinwire.strategy import Quorum
 
 MEAN = tw.Gradients(tw.Mean())
 GOSSIP = tw.Gossip(tw.Mix(tw.Ring()))
@@ -129,6 +131,66 @@ def test_an_optimizer_inside_of_another_one_is_refused_by_both_names():
         ValueError, match=r"another SGD steps on .* their own Wrapping.* one optimizer that wraps no other"
     ):
         tw.LocalWorld(2).run(worker)
+
+
+def average_model(handle):
+    with handle.average_model():
+        pass
+
+
+LOOKS = {
+    "average_model": average_model,
+    "state_dict": lambda handle: handle.state_dict(),
+    "load_state_dict": lambda handle: handle.load_state_dict(handle.state_dict()),
+    "synchronize": lambda handle: handle.synchronize(),
+}
+MADE_LATE = [
+    *((LOCAL, look) for look in LOOKS),
+    *((DELAYED, look) for look in LOOKS),
+    *((OVERLAPPED, look) for look in LOOKS),
+    *((ASYNCHRONOUS, look) for look in LOOKS),
+    (tw.Local(tw.Mean(), every=2, outer=tw.OuterSGD(), delay=1, quorum=Quorum()), "synchronize"),
+]
+
+
+@pytest.mark.parametrize(("strategy", "look"), MADE_LATE, ids=str)
+def test_training_goes_on_after_calls_in_inference_mode(strategy, look):
+    def worker(comm):
+        model = make()
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, strategy, comm=comm) as handle:
+            step(comm, model, optimizer)
+            for is_inference in (True, False, True):
+                with torch.inference_mode(is_inference):
+                    LOOKS[look](handle)
+                for _ in range(3):
+                    step(comm, model, optimizer)
+            if isinstance(strategy, tw.Local):
+                handle.synchronize()
+        return fingerprint(model)
+
+    prints = tw.LocalWorld(2).run(worker)
+    assert not isinstance(strategy, tw.Local) or prints[0] == prints[1]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [tw.Gradients(tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback())), tw.Gradients(tw.PowerSGD()), LOCAL, OVERLAPPED],
+    ids=str,
+)
+def test_attaching_and_detaching_in_inference_mode(strategy):
+    def worker(comm):
+        model = make()
+        optimizer = sgd(model)
+        with torch.inference_mode():
+            handle = tw.attach(model, optimizer, strategy, comm=comm)
+        for _ in range(3):
+            step(comm, model, optimizer)
+        with torch.inference_mode():
+            handle.detach()
+        step(comm, model, optimizer)
+
+    tw.LocalWorld(2).run(worker)
 
 
 @pytest.mark.parametrize("are_equal", [True, False])

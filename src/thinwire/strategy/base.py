@@ -23,6 +23,8 @@ A derived class defines:
     `self._transaction`          for elastic runs: `attempt()` around the messages of a round, then `end(success)`; the averager
                                  commits if that returns True. A strategy without them says so by `has_common_steps`
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
+
+Methods that make lasting tensors leave `torch.inference_mode`, in which users evaluate: training could not write into them.
 """
 
 from __future__ import annotations
@@ -236,6 +238,7 @@ class AveragerAttachment(Attachment):
         self._ready()
         return {key_of(self.comm.rank): {"identity": self._identity()} | self._record.state_dict()}
 
+    @torch.inference_mode(False)
     def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore what this worker's `state_dict` returned, or go on from the states of more or fewer workers.
 
@@ -269,6 +272,7 @@ class AveragerAttachment(Attachment):
             redistribute(self._record, states, self.comm.rank, self.comm.size)
         self._loaded(redistributed=is_elastic or not as_many)
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.
 
