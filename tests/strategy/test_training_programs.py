@@ -62,6 +62,44 @@ def test_hooks_that_a_user_sets_later_change_what_is_sent(bucket_bytes):
         torch.testing.assert_close(gradients, means, rtol=1e-6, atol=1e-7)  # float32
 
 
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_hook_that_takes_gradients_away_is_refused(is_first):
+    def update_at_once(p):
+        p.data.sub_(p.grad)
+        p.grad = None
+
+    def worker(comm):
+        model = make()
+        if is_first:
+            model[2].bias.register_post_accumulate_grad_hook(update_at_once)
+        with tw.attach(model, None, MEAN, comm=comm):
+            if not is_first:
+                model[2].bias.register_post_accumulate_grad_hook(update_at_once)
+            model(torch.ones(1, 4)).sum().backward()
+
+    with pytest.raises(ValueError, match=r"a hook took the gradient of '2\.bias' away"):
+        tw.LocalWorld(2).run(worker)
+
+
+def test_two_optimizers_train_a_model_in_parts_under_local_updates():
+    def worker(comm):
+        model = make()
+        parts = [nn.Sequential(*model[:2]), model[2]]
+        optimizers = [sgd(part) for part in parts]
+        handles = [tw.attach(part, o, LOCAL, comm=comm) for part, o in zip(parts, optimizers, strict=True)]
+        for _ in range(4):  # the last round follows the last step
+            model.zero_grad()
+            model(torch.arange(8.0).view(2, 4) + comm.rank).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        for handle in handles:
+            handle.detach()
+        return fingerprint(model)
+
+    prints = tw.LocalWorld(2).run(worker)
+    assert prints[0] == prints[1]
+
+
 @pytest.mark.parametrize("strategy", [MEAN, GOSSIP, LOCAL, ASYNCHRONOUS])
 def test_a_new_layer_that_a_new_optimizer_trains_alone_is_refused(strategy):
     def worker(comm):
@@ -105,10 +143,12 @@ def add_a_temperature_later(strategy):
 
 
 def test_parameters_that_an_optimizer_gets_later_are_seen():
-    with pytest.warns(UserWarning, match="1 of the 5 parameters of SGD are attached to no strategy"):
+    told = "1 of the 5 parameters of SGD are attached to no strategy"
+    with pytest.warns(UserWarning, match=told):
         add_a_temperature_later(MEAN)
     for strategy in (LOCAL, GOSSIP):
-        with pytest.raises(ValueError, match=r"'\(not of this model\)' is trained since later"):
+        refused = pytest.raises(ValueError, match=r"'\(not of this model\)' is trained since later")
+        with pytest.warns(UserWarning, match=told), refused:
             add_a_temperature_later(strategy)
 
 

@@ -191,7 +191,7 @@ class OwnModelAttachment(AveragerAttachment):
             optimizer is self._optimizer,
             f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
             f"{type(self._optimizer).__name__}, so that no averaging would follow; give all of them to one optimizer that "
-            "wraps no other, or detach(), and attach the new optimizer",
+            "wraps no other, attach each to a part of the model, or detach(), and attach the new one",
         )
         self._require_own_model("optimizer.step()")
         self._live.check()

@@ -129,6 +129,11 @@ class GradientBuckets:
                 tensors.append((name, torch.zeros_like(p)))
                 continue
             if p.grad is None:
+                if id(p) not in self._missing[i]:
+                    raise ValueError(
+                        f"a hook took the gradient of {name!r} away before workers have averaged it, and what it made of it is "
+                        "each worker's own; use gradients once backward has returned"
+                    )
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
                 raise ValueError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
