@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -63,9 +64,10 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
 
 def hashes(chunks: Iterable[Tensor]) -> list[bytes]:
     """SHA-256 of each of some flat tensors of uint8."""
-    # `hashlib` releases the GIL, so that threads hash at the same time.
+    # `hashlib` releases the GIL, so that threads hash at the same time. After `numpy()`, PyTorch would refuse to resize the
+    # tensor, as observers of quantization do with their buffers.
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
-        return list(pool.map(lambda chunk: hashlib.sha256(chunk.cpu().numpy().data).digest(), chunks))
+        return list(pool.map(lambda chunk: hashlib.sha256(np.from_dlpack(chunk.cpu()).data).digest(), chunks))
 
 
 def raise_disagreement(described: list[dict[str, str]]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import warnings
 from typing import TYPE_CHECKING
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.optim import Optimizer
@@ -97,16 +98,22 @@ class Advisor:
         self._strategy, self._is_first = strategy, rank == 0
         self._waits_for_epoch, self._steps = follows_epochs(strategy), 0
         self._said: set[str] = set()
+        self._held: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._warn(advice(strategy))
 
     def before_step(self, optimizer: Optimizer) -> bool:
-        """Look at the optimizer in its first step, and at the epoch in a late one; return whether it is the first."""
+        """Look at the optimizer in the first step, and at the epoch in a late one.
+
+        Returns:
+            Whether the optimizer is new, or has got parameters since its last step.
+        """
         self._steps += 1
         if self._steps == 1:
             self._warn(advice_on_optimizer(self._strategy, optimizer))
         if self._steps == STEPS_WITHOUT_EPOCH and self._waits_for_epoch:
             self._warn([f"{self._strategy} changes by epochs, and still is in epoch 0: call handle.set_epoch(epoch)"])
-        return self._steps == 1
+        before, self._held[optimizer] = self._held.get(optimizer), sum(len(g["params"]) for g in optimizer.param_groups)
+        return before != self._held[optimizer]
 
     def say_once(self, line: str) -> None:
         """Warn of what was found while it trains."""

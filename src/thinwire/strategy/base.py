@@ -23,6 +23,8 @@ A derived class defines:
     `self._transaction`          for elastic runs: `attempt()` around the messages of a round, then `end(success)`; the averager
                                  commits if that returns True. A strategy without them says so by `has_common_steps`
     `self._on_detach(undo)`      called for each hook that it sets, with a function that removes the hook
+
+Methods that make lasting tensors leave `torch.inference_mode`, in which users evaluate: training could not write into them.
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
-from .attached import AVERAGED, require_free
+from .attached import AVERAGED, BESIDE, require_free
 from .identity import check_identity, describe_tensors, key_of
 from .model.ddp import refuse_ddp
 from .model.models import NamedParameters, check_model, check_one_device
@@ -126,6 +128,8 @@ class AveragerAttachment(Attachment):
 
     call: ClassVar[str]
     _record: State
+    _ignored: Collection[str] = ()
+    """Names of trainable parameters that take no part because the user said so."""
 
     def __init__(
         self,
@@ -234,6 +238,7 @@ class AveragerAttachment(Attachment):
         self._ready()
         return {key_of(self.comm.rank): {"identity": self._identity()} | self._record.state_dict()}
 
+    @torch.inference_mode(False)
     def load_state_dict(self, saved: dict[str, Any], among: tuple[int, int] = (0, 1)) -> None:
         """Restore what this worker's `state_dict` returned, or go on from the states of more or fewer workers.
 
@@ -267,6 +272,7 @@ class AveragerAttachment(Attachment):
             redistribute(self._record, states, self.comm.rank, self.comm.size)
         self._loaded(redistributed=is_elastic or not as_many)
 
+    @torch.inference_mode(False)
     def detach(self) -> None:
         """Stop averaging, remove all hooks, and close the communicator if the strategy owns it.
 
@@ -355,18 +361,19 @@ class AveragerAttachment(Attachment):
         return self._before_optimizer_step(optimizer, arguments)
 
     def require_in_place(self, stepped: Collection[int]) -> None:
-        """Raise a ValueError if an optimizer steps on new parameters in the place of all that are attached.
+        """Raise a ValueError if an optimizer steps on parameters that the model has got since it was attached.
 
         Args:
             stepped: the `id`s of the optimizer's parameters, of which none is attached.
         """
-        name, attached = self.parameters[0]
-        now = dict(self._model.named_parameters()).get(name)
-        require(
-            now is attached or id(now) not in stepped,
-            f"{self.call}: parameter {name!r} was replaced after {self.call} attached, as fully_shard and parallelize_module "
-            "do, so that nothing averages the new one; shard the model first, then attach",
-        )
+        for name, p in self._model.named_parameters():
+            if id(p) in stepped and p.requires_grad and name not in self._ignored and id(p) not in BESIDE:
+                is_new = all(name != attached for attached, _ in self.parameters)
+                raise ValueError(
+                    f"{self.call}: parameter {name!r} was {'added or unfrozen' if is_new else 'replaced'} after {self.call} "
+                    "attached, as by fully_shard, parallelize_module or a new layer, so that nothing averages the new one; "
+                    f"shard the model first, then attach, or detach(), and call {self.call} again"
+                )
 
     @abstractmethod
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:

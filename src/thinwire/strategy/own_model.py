@@ -183,15 +183,15 @@ class OwnModelAttachment(AveragerAttachment):
             t.copy_(mean)
 
     def _trained(self) -> list[nn.Parameter]:
-        if not self.takes_all:
-            return trained_by(self._optimizer)
-        return [p for p in self._model.parameters() if p.requires_grad]
+        trained = trained_by(self._optimizer)
+        return [*trained, *(p for p in self._model.parameters() if p.requires_grad)] if self.takes_all else trained
 
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         require(
             optimizer is self._optimizer,
             f"{self.call}: another {type(optimizer).__name__} steps on parameters that are attached with their own "
-            "optimizer, so that no averaging would follow; detach(), and attach the new optimizer",
+            f"{type(self._optimizer).__name__}, so that no averaging would follow; give all of them to one optimizer that "
+            "wraps no other, attach each to a part of the model, or detach(), and attach the new one",
         )
         self._require_own_model("optimizer.step()")
         self._live.check()

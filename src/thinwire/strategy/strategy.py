@@ -120,7 +120,8 @@ class Strategy(Algorithm, ABC, Generic[A_co]):
             f"the second argument is the optimizer or None, got {optimizer!r}; write attach(model, optimizer, {optimizer!r})",
         )
         require_kind("optimizer", optimizer, Optimizer, "one of torch.optim", or_none=True)
-        return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
+        with torch.inference_mode(False):
+            return self._attached(model, optimizer, Runtime(comm, replicas, scaler, seed, layout))
 
     @abstractmethod
     def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> A_co:

@@ -125,6 +125,7 @@ class AsynchronousGossip(OwnModelAttachment):
         self._exchange.finish()
         self._publish(what)  # adds what the thread has averaged meanwhile
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _publish(self, what: str) -> None:
         self._require_own_model(what)

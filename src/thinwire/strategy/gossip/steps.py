@@ -62,6 +62,7 @@ class ParameterGossip(OwnModelAttachment):
         """With overlap, a thread waits and decodes."""
         return ("encode",) if self.strategy.overlap else ("encode", "wait", "decode")
 
+    @torch.inference_mode(False)
     def synchronize(self) -> None:
         """Absorb the round in flight, if there is one; all workers call it after the same step."""
         self._require_own_model("synchronize()")
@@ -70,6 +71,7 @@ class ParameterGossip(OwnModelAttachment):
 
     # ---- what the base asks for ----
 
+    @torch.inference_mode(False)
     def state_dict(self) -> dict[str, Any]:
         """Memory, rounds done, push-sum's weight, and the change of the round in flight, which is saved and not absorbed.
 

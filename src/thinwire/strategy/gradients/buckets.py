@@ -58,7 +58,7 @@ class GradientBuckets:
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
         self._syncing = True
         self._graph_task: int | None = None
-        self._hooks = [p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters]
+        self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters}
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,7 +78,7 @@ class GradientBuckets:
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks:
+        for hook in self._hooks.values():
             hook.remove()
 
     def _on_gradient(self, parameter: Any) -> None:
@@ -101,6 +101,7 @@ class GradientBuckets:
             self._missing = [{id(p) for _, p in bucket} for bucket in self._buckets]
             self._num_launched = 0
             _at_end(lambda: _at_end(self._finish_backward))  # behind FSDP, which reduces at the end too
+        self._launch_complete()
         bucket = self._bucket_of[key]
         # This runs for each parameter, so messages are built only when they are raised.
         if bucket < self._num_launched:
@@ -112,6 +113,11 @@ class GradientBuckets:
         if key in self._gathered and _is_accumulated():
             return
         self._missing[bucket].discard(key)
+        # Hooks that the user has set since run after this one, and may change the gradient: it leaves with the next one then.
+        if next(reversed(parameter._post_accumulate_grad_hooks)) == self._hooks[key].id:
+            self._launch_complete()
+
+    def _launch_complete(self) -> None:
         while self._num_launched < len(self._buckets) and not self._missing[self._num_launched]:
             self._launch_next()
 
@@ -123,6 +129,11 @@ class GradientBuckets:
                 tensors.append((name, torch.zeros_like(p)))
                 continue
             if p.grad is None:
+                if id(p) not in self._missing[i]:
+                    raise ValueError(
+                        f"a hook took the gradient of {name!r} away before workers have averaged it, and what it made of it is "
+                        "each worker's own; use gradients once backward has returned"
+                    )
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
                 raise ValueError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")

@@ -11,7 +11,7 @@ momentum is applied once. If the round was not finite, it removes the gradients,
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -68,7 +68,7 @@ class GradientCompression(AveragerAttachment):
 
     def __init__(self, strategy: Gradients, model: nn.Module, runtime: Runtime, optimizer: Optimizer | None = None):
         ddp, module = unwrapped(self.call, model, runtime.comm, runtime.replicas)
-        self._ignored: Collection[str] = () if ddp is None else ddp.parameters_to_ignore
+        self._ignored = () if ddp is None else ddp.parameters_to_ignore
         super().__init__(strategy, module, trainable(module, self._ignored), runtime)
         self._names = {id(p): name for name, p in self.parameters}
         self._sharded = {name for name, p in self.parameters if is_sharded(p)}

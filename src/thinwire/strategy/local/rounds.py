@@ -279,6 +279,7 @@ class LocalUpdates(OwnModelAttachment):
         waits_apart = self.strategy.delay or self._asynchronous is not None
         return ("measure", "outer", *(("blocked",) if waits_apart else super().phases_in_step))
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def synchronize(self) -> None:
         """Leave the same parameters and floating-point buffers on all workers. All call it, for example at the end.
@@ -305,6 +306,7 @@ class LocalUpdates(OwnModelAttachment):
         buffers = [values_of(b) for b in self._model.buffers()]
         average_exactly([unexpanded(b) for b in buffers if b.is_floating_point()], self.comm)
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def exchange_now(self) -> None:
         """The first part of `synchronize`: all changes so far are merged. With a quorum, a worker may call it alone.
@@ -325,6 +327,7 @@ class LocalUpdates(OwnModelAttachment):
         for fragment in self._fragments:
             fragment.began = self._record.num_steps  # else one at the end of a period would be due at once
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def drain(self) -> bool:
         """With a quorum: this worker has no data left. Wait for the next rounds of the others, and merge them.
