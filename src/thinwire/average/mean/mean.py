@@ -34,7 +34,16 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, Before, NamedTensors, begin_step, check_agreement, copy_changed, not_waited, result_buffers
+from ..base import (
+    Averager,
+    Before,
+    NamedTensors,
+    begin_step,
+    check_agreement,
+    check_waited,
+    copy_changed,
+    result_buffers,
+)
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
@@ -281,7 +290,9 @@ class Mean(Averager):
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
-        return Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
+        handle = Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
+        state.handles.append(handle)
+        return handle
 
     def _job(self, state: MeanState, targets: NamedTensors, comm: Communicator, scale: float) -> tuple[Job, Codec]:
         """Compensate, and describe what to encode and how."""
@@ -334,8 +345,7 @@ class Mean(Averager):
         return chosen if state.rule is None else chosen | state.rule.diagnostics()
 
     def commit(self, state: MeanState) -> bool:
-        if state.flights:
-            raise not_waited(self, len(state.flights))
+        check_waited(self, state.handles)
         finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
             if finite and not state.was_not_finite:
@@ -349,6 +359,7 @@ class Mean(Averager):
             state.meter.commit()
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite, state.codec_before = True, None
+        state.handles.clear()
         state.stepped.clear()
         return finite
 
@@ -358,6 +369,7 @@ class Mean(Averager):
         if state.rule is not None:
             state.rule.judgement = None
         state.flights.clear()
+        state.handles.clear()
         state.stepped.clear()
         if self._follows_line:
             state.meter.discard(state.waited_seconds)
