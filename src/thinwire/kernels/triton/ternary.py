@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import ternary as family
-from ..checks import MAX_SEGMENT_NUMEL, num_buckets, numels_of
+from ..checks import MAX_SEGMENT_NUMEL, device_of, num_buckets, numels_of
 from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
@@ -36,7 +36,7 @@ TILE_WORDS = 512
 
 @family._scales.runs_on("triton")
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
-    device = xs[0].device if xs else torch.device("cpu")
+    device = device_of(xs)
     out, limits = (
         torch.empty(num_scales, dtype=torch.float32, device=device),
         torch.empty(len(xs), dtype=torch.float32, device=device),
