@@ -236,7 +236,7 @@ class Job:
             # The first weight writes into `totals`; the others write into buffers that are added.
             if others is not totals:
                 torch._foreach_add_(totals, others)
-            others = [torch.empty_like(total) for total in totals]
+            others = [debug.empty_like(total) for total in totals]
         return kernels.flags.all_of(flags)
 
     def _combine_messages(
