@@ -12,14 +12,7 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import (
-    MAX_SEGMENT_NUMEL,
-    checked_encoder,
-    checked_payload,
-    checked_payloads,
-    num_buckets,
-    numels_of,
-)
+from .checks import MAX_SEGMENT_NUMEL, checked_encoder, checked_payload, checked_payloads, num_buckets, numels_of
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, rows_of, scale_bytes, split_scales, spread, tree_sum

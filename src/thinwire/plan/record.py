@@ -211,6 +211,7 @@ class Recorder(Communicator):
     Args:
         rank: whose operations are noted.
         size: W.
+        workers_per_node: how many consecutive ranks share a node.
         shares: of a layout, in which nothing else is said.
     """
 
