@@ -20,6 +20,7 @@ from .checks import (
     check_length,
     checked_payloads,
     device_of,
+    num_buckets,
     numels_of,
     payload_as,
     payload_bytes,
@@ -91,8 +92,7 @@ def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer, fact
         quantizer: as given to the encoder.
         factor: of the payload.
     """
-    num_buckets = sum(-(-n // quantizer.bucket_size) for n in numels)
-    scales = payload_as(payload[: 4 * num_buckets], torch.float32)
+    scales = payload_as(payload[: 4 * num_buckets(numels, quantizer.bucket_size)], torch.float32)
     return all_finite([scales * factor])
 
 

@@ -37,10 +37,8 @@ TILE_WORDS = 512
 @family._scales.runs_on("triton")
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
     device = device_of(xs)
-    out, limits = (
-        torch.empty(num_scales, dtype=torch.float32, device=device),
-        torch.empty(len(xs), dtype=torch.float32, device=device),
-    )
+    out = torch.empty(num_scales, dtype=torch.float32, device=device)
+    limits = torch.empty(len(xs), dtype=torch.float32, device=device)
     clips = math.isfinite(clip)  # an infinite clip limits nothing, and so needs no moments
     if clips:
         moments = block_sums(xs, device, "moments", least_buckets=1)
