@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -89,3 +91,17 @@ def test_every_dtype_has_its_filling(in_debug_mode):
         assert debug.empty(3, dtype=dtype).isnan().all()
     for dtype in (torch.uint8, torch.int32, torch.int64):
         assert debug.empty_like(torch.zeros(3, dtype=dtype)).view(torch.uint8).eq(255).all()
+
+
+def test_codecs_averagers_and_references_allocate_in_debug_mode():
+    """What they allocate without writing it starts as NaN: they call `debug.empty`, and PyTorch's own for no element alone."""
+    library = Path(tw.__file__).parent
+    calls = [
+        (f"{path.relative_to(library)}:{node.lineno}", ast.unparse(node.args[0]))
+        for room in ("average", "codec", "memory", "kernels")
+        for path in sorted((library / room).rglob("*.py"))
+        if path.parent.name != "triton"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.empty", "torch.empty_like")
+    ]
+    assert [place for place, size in calls if not size.strip("(").startswith("0")] == []

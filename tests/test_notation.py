@@ -208,6 +208,7 @@ def declare(tmp_path, monkeypatch):
     ("entries", "why"),
     [
         (("Mine = thinwire:Cast",), "its name must be that of the class, Cast"),
+        (("Mine = thinwire:chain",), "<function chain .* must be a frozen dataclass derived from Codec, .*Strategy"),
         (
             ("Mine = thinwire:Cast", "Mine = thinwire:TopK"),
             "packages declare it as thinwire:Cast and as thinwire:TopK; uninstall all but one",

@@ -112,8 +112,8 @@ def strategy_of(value: Strategy[A] | str) -> Strategy[A]:
     """
     read = parse(value) if isinstance(value, str) else value
     text = value.strip() if isinstance(value, str) else repr(value)
-    require(isinstance(read, Strategy), f"strategy: {_meant(read, text)}")
-    assert isinstance(read, Strategy)
+    if not isinstance(read, Strategy):
+        raise ValueError(f"strategy: {_meant(read, text)}")
     return read
 
 

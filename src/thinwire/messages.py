@@ -92,7 +92,7 @@ def _show(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    if filename.startswith(str(Path(__file__).parent)):
+    if filename.startswith(str(_PACKAGE)):
         log.warning("%s", message)
     else:
         _shown(message, category, filename, lineno, file, line)

@@ -65,7 +65,7 @@ def register(cls: _T) -> _T:
         >>> tw.parse("TopK(Halving(0.5))")
         TopK(Halving(start=0.5))
     """
-    _checked_algorithm(cls)
+    _checked_algorithm(cls, "register: ")
     name = cls.__name__
     known = _built_in().get(name, _registered.get(name, cls))
     # A module that is imported again defines its classes again.
@@ -120,10 +120,11 @@ def _is_algorithm(value: Any) -> bool:
     return is_data and not inspect.isabstract(value)
 
 
-def _checked_algorithm(value: Any) -> Any:
+def _checked_algorithm(value: Any, caller: str = "") -> Any:
     require(
         _is_algorithm(value) and value.__dataclass_params__.frozen,
-        f"register: {value!r:.100} must be a frozen dataclass derived from Codec, Memory, Topology or Averager",
+        f"{caller}{value!r:.100} must be a frozen dataclass derived from Codec, Memory, Topology, Averager, Strategy or "
+        "another Algorithm",
     )
     return value
 

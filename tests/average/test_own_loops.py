@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 
@@ -107,3 +109,30 @@ def test_a_loop_of_ones_own_that_forgets_something_is_told(worker, averagers, me
     for averager in averagers:
         with pytest.raises(ValueError, match=message):
             tw.LocalWorld(2).run(worker, averager)
+
+
+@dataclass(frozen=True, repr=False)
+class Undecodable(tw.ErrorFeedback):
+    """A memory that fails where a damaged payload would: in `wait`."""
+
+    def decoded(self, state, name, mean, scale=1.0, encoded=True):
+        raise ValueError("damaged")
+
+
+def committed_after_a_wait_that_failed(comm, averager):
+    tensors = [("w", torch.ones(6, 4))]
+    state = averager.init(tensors, comm)
+    handle = averager.step(state, tensors, comm)
+    with pytest.raises(ValueError, match="damaged"):
+        handle.wait()
+    with pytest.raises(ValueError, match="commit.* and 1 had none"):
+        averager.commit(state)
+    averager.discard(state)
+    assert averager.commit(state)
+    return state.memory.residual["w"].tolist()
+
+
+@pytest.mark.parametrize("averager", [tw.Mean(tw.TopK(0.5), Undecodable()), tw.PowerSGD(memory=Undecodable())], ids=str)
+def test_a_round_whose_wait_failed_is_not_committed(averager):
+    """`Mean` committed it, and so its memory lost what the round had not delivered."""
+    assert tw.LocalWorld(1).run(committed_after_a_wait_that_failed, averager) == [[0.0] * 24]

@@ -71,6 +71,7 @@ class AveragerState(State):
         finite: whether all results of the round so far were finite as the tensors hold them; `commit` alone reads it.
         clock: times the phases of rounds.
         stepped: the names of the tensors that were stepped in this round.
+        handles: of this round, which averagers of gradients note for `check_waited`.
         shapes: of the tensors of `init` by name, which `begin_step` compares; empty compares nothing.
     """
 
@@ -78,6 +79,7 @@ class AveragerState(State):
     finite: Flag = pending(default=True)
     clock: Clock = config(default_factory=Clock)
     stepped: set[str] = pending(default_factory=set)
+    handles: list[Handle] = pending(default_factory=list)
     shapes: Mapping[str, torch.Size] = config(default_factory=dict)
 
 
@@ -243,11 +245,14 @@ def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, 
     state.stepped.update(names)
 
 
-def not_waited(averager: Averager, num_handles: int) -> ValueError:
-    """The error of `commit` before `wait`: memory would keep a round whose results nobody has."""
-    return ValueError(
-        f"{averager}: commit(state) comes after the wait() of each handle of the round, and {num_handles} had none; call wait()"
-    )
+def check_waited(averager: Averager, handles: Sequence[Handle]) -> None:
+    """Raise ValueError unless each handle of the round has been waited for, without an error; averagers of gradients begin
+    `commit` with it. Otherwise memory would keep a round whose results nobody has."""
+    if num_open := sum(not handle.is_done for handle in handles):
+        raise ValueError(
+            f"{averager}: commit(state) comes after the wait() of each handle of the round, and {num_open} had none; "
+            "call wait()"
+        )
 
 
 def _not_of_init(averager: Averager, shapes: Mapping[str, torch.Size], tensors: NamedTensors, rank: int) -> ValueError:

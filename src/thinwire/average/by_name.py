@@ -23,7 +23,7 @@ from ..comm import Communicator, Handle
 from ..membership import State, check_state, config, nested, pending
 from ..options import require_kind
 from ..schedule import Progress
-from .base import Averager, Before, NamedTensors, check_agreement, check_pairs, not_waited
+from .base import Averager, Before, NamedTensors, check_agreement, check_pairs, check_waited
 from .traits import AveragerTraits
 
 
@@ -219,8 +219,7 @@ class ByName(Averager):
         return handle
 
     def commit(self, state: ByNameState) -> bool:
-        if num_open := sum(not handle.is_done for handle in state.handles):
-            raise not_waited(self, num_open)
+        check_waited(self, state.handles)
         finite = kernels.flags.read(state.finite)
         state.finite = finite  # of every child, so that one that is not finite makes all of them discard
         for child, child_state in self._with(state):

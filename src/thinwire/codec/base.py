@@ -284,6 +284,10 @@ class Codec(Algorithm, ABC):
         """Contiguous tensors as this codec sees segments: as they are if it needs shapes, else views as vectors."""
         return list(tensors) if self.traits.needs_shape else [t.view(-1) for t in tensors]
 
+    def _head_and_rest(self, head: int, size: int) -> tuple[int, int]:
+        """The sections of a segment that begins with `head` bytes of numbers, such as scales."""
+        return head, self.segments_nbytes([size]) - head
+
     def _empty_payload(self, segments: list[Tensor]) -> Tensor:
         """Memory for the payload of these segments, for codecs that treat them as vectors."""
         size = self.segments_nbytes([s.numel() for s in segments])

@@ -35,11 +35,21 @@ class Selection(NamedTuple):
     values: Tensor
     counts: list[int]
 
+    @classmethod
+    def of_positions(cls, indices: Tensor, counts: list[int]) -> Selection:
+        """Positions without values."""
+        return cls(indices, indices.new_empty(0, dtype=torch.float32), counts)
+
 
 def as_list(value: Any) -> list[Any]:
     """A list of tensors, keys or sizes: of the single one that was given, or of all in a sequence."""
     # A `torch.Size` is a tuple, but counts as one size.
     return [value] if isinstance(value, (Tensor, Key, Size)) else list(value)
+
+
+def segment_numels(size: Sizes) -> list[int]:
+    """Elements of each segment of one size, or of several."""
+    return [s if isinstance(s, int) else s.numel() for s in as_list(size)]
 
 
 def number(value: Number | Schedule) -> Number:

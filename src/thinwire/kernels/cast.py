@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import (
-    check_numels,
-    checked_encoder,
-    checked_payload,
-    checked_payloads,
-    numels_of,
-)
+from .checks import check_numels, checked_encoder, checked_payload, checked_payloads, numels_of
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, magnitude, scale_bytes, split_scales

@@ -146,11 +146,16 @@ def check_length(name: str, items: Sequence[object], expected: int) -> None:
         raise ValueError(f"{name}: expected one per segment ({expected}), got {len(items)}")
 
 
+def counted(name: str, t: Tensor, counts: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Check that `t` is a vector of `sum(counts)` elements; return it detached."""
+    if t.numel() != sum(counts):
+        raise ValueError(f"{name}: expected {sum(counts)} elements (the sum of counts), got {t.numel()}")
+    return vector(name, t, dtype, device)
+
+
 def counted_indices(indices: Tensor, counts: Sequence[int], device: torch.device) -> Tensor:
     """Check that `indices` holds `sum(counts)` int32 indices; return them detached."""
-    if indices.numel() != sum(counts):
-        raise ValueError(f"indices: expected {sum(counts)} elements (the sum of counts), got {indices.numel()}")
-    return vector("indices", indices, torch.int32, device)
+    return counted("indices", indices, counts, torch.int32, device)
 
 
 def check_bucket_size(bucket_size: int) -> None:

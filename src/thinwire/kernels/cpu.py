@@ -44,6 +44,7 @@ Array = NDArray[Any]
 _int32 = partial(debug.empty, dtype=torch.int32, device="cpu")
 _float32 = partial(debug.empty, dtype=torch.float32, device="cpu")
 _double = partial(torch.tensor, dtype=torch.float64, device="cpu")
+_int64 = partial(torch.tensor, dtype=torch.int64, device="cpu")
 
 
 def _arrays(items: Sequence[Any] | None) -> list[Any]:
@@ -183,15 +184,12 @@ def modular_encode(xs: list[Tensor], out: Tensor, key: int, bits: int, modulus: 
     check, largest = _native.modular_encode(_arrays(xs), out.numpy(), key, bits, modulus)
     # C++ gives 64 bits without a sign. PyTorch holds the same bits as int64.
     signed = check - (check >> 63 << 64)
-    return torch.tensor(signed, dtype=torch.int64, device="cpu"), torch.tensor(
-        largest, dtype=torch.float32, device="cpu"
-    )
+    return _int64(signed), torch.tensor(largest, dtype=torch.float32, device="cpu")
 
 
 @modular._sums.runs_on("cpu")
 def modular_sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tensor:
-    sums = _native.modular_sums(own.numpy(), theirs.numpy(), numel, key, bits)
-    return torch.tensor(sums, dtype=torch.int64, device="cpu")
+    return _int64(_native.modular_sums(own.numpy(), theirs.numpy(), numel, key, bits))
 
 
 # ---- new tensors that C++ fills ----

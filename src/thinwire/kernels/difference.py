@@ -13,12 +13,14 @@ from functools import reduce
 import torch
 from torch import Tensor
 
+from .. import debug
 from . import quantize
 from .backend import kernel
 from .checks import (
     check_length,
     checked_payloads,
     device_of,
+    num_buckets,
     numels_of,
     payload_as,
     payload_bytes,
@@ -90,8 +92,7 @@ def is_finite(payload: Tensor, numels: Sequence[int], quantizer: Quantizer, fact
         quantizer: as given to the encoder.
         factor: of the payload.
     """
-    num_buckets = sum(-(-n // quantizer.bucket_size) for n in numels)
-    scales = payload_as(payload[: 4 * num_buckets], torch.float32)
+    scales = payload_as(payload[: 4 * num_buckets(numels, quantizer.bucket_size)], torch.float32)
     return all_finite([scales * factor])
 
 
@@ -207,7 +208,7 @@ def _encode(
     if add:
         for y, v in zip(ys, vs, strict=True):
             y.copy_(v)
-    lost = [torch.empty_like(v) for v in vs] if measured else None
+    lost = [debug.empty_like(v) for v in vs] if measured else None
     quantize.encode(vs, out, keys, quantizer, lost)
     if lost is None:
         return None
@@ -234,8 +235,7 @@ def _choco_add(
     step: float,
     quantizer: Quantizer,
 ) -> None:
-    vectors = [_decoded(payload, xs, factor, quantizer) for payload, factor in zip(payloads, factors, strict=True)]
-    choco_add_dense(xs, copies, gaps, vectors, weights, step)
+    choco_add_dense(xs, copies, gaps, _decoded(payloads, factors, xs, quantizer), weights, step)
 
 
 @kernel
@@ -266,7 +266,7 @@ def _squeeze_add(
     step: float,
     quantizer: Quantizer,
 ) -> None:
-    vectors = [_decoded(payload, xs, factor, quantizer) for payload, factor in zip(payloads, factors, strict=True)]
+    vectors = _decoded(payloads, factors, xs, quantizer)
     parts = zip(*(v.split(numels_of(xs)) for v in vectors), strict=True)
     for i, (x, (own, *theirs)) in enumerate(zip(xs, parts, strict=True)):
         if lost is not None:
@@ -274,10 +274,13 @@ def _squeeze_add(
         x.add_((_weighted(own, theirs, weights) - own * weights[0]) * step)
 
 
-def _decoded(payload: Tensor, xs: list[Tensor], factor: float, quantizer: Quantizer) -> Tensor:
-    vector = torch.empty(sum(numels_of(xs)), dtype=torch.float32, device=payload.device)
-    quantize.decode_sum([payload], list(vector.split(numels_of(xs))), factor, quantizer)
-    return vector
+def _decoded(payloads: list[Tensor], factors: list[float], xs: list[Tensor], quantizer: Quantizer) -> list[Tensor]:
+    """Each payload times its factor, as a vector of all segments."""
+    numels, vectors = numels_of(xs), []
+    for payload, factor in zip(payloads, factors, strict=True):
+        vectors.append(debug.empty(sum(numels), dtype=torch.float32, device=payload.device))
+        quantize.decode_sum([payload], list(vectors[-1].split(numels)), factor, quantizer)
+    return vectors
 
 
 def _weighted(own: Tensor, theirs: Sequence[Tensor], weights: list[float]) -> Tensor:

@@ -11,13 +11,7 @@ import torch
 from torch import Tensor
 
 from .backend import kernel
-from .checks import (
-    check_length,
-    checked_encoder,
-    checked_payload,
-    checked_payloads,
-    numels_of,
-)
+from .checks import check_length, checked_encoder, checked_payload, checked_payloads, numels_of
 from .flags import Flag
 from .quantize import Coded, check_buckets, codes_nbytes, each_coded, store_codes
 from .random import uniform_of

@@ -57,12 +57,17 @@ def change_of(own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], o
     return change
 
 
+def add_flat(outs: Sequence[Tensor], change: Tensor) -> None:
+    """`outs += change`, a vector of all segments' elements, in order."""
+    for out, part in zip(outs, change.split(numels_of(outs)), strict=True):
+        out.add_(part)
+
+
 # ---- the reference ----
 
 
 @kernel
 def _add(outs: list[Tensor], own: Tensor, theirs: list[Tensor], weights: list[float], own_weight: float) -> Flag:
     change = change_of(own, theirs, weights, own_weight)
-    for out, part in zip(outs, change.split(numels_of(outs)), strict=True):
-        out.add_(part)
+    add_flat(outs, change)
     return finite([change])

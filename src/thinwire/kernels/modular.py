@@ -16,11 +16,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import debug
 from . import bits as bit
 from . import quantize
 from .backend import kernel
 from .checks import MAX_SEGMENT_NUMEL, check_length, device_of, numels_of, payload_bytes, segments, vector
 from .flags import Flag
+from .mix import add_flat
 from .quantize import Quantizer
 from .random import hash_of
 from .reduce import finite
@@ -124,7 +126,7 @@ def decode(payload: Tensor, numel: int, bits: int) -> Tensor:
         numel: elements.
         bits: as given to `encode`.
     """
-    out = torch.empty(numel + 1, dtype=torch.float32, device=payload.device)
+    out = debug.empty(numel + 1, dtype=torch.float32, device=payload.device)
     quantize.decode_sum([payload], [out], 1.0, _quantizer(bits))
     return out[:-1]
 
@@ -176,12 +178,11 @@ def _sums(own: Tensor, theirs: Tensor, numel: int, key: int, bits: int) -> Tenso
 
 @kernel
 def _add(outs: list[Tensor], payloads: list[Tensor], weights: list[float], bits: int) -> None:
-    numels = numels_of(outs)
-    change = torch.zeros(sum(numels), dtype=torch.float32, device=payloads[0].device)
+    numel = sum(numels_of(outs))
+    change = torch.zeros(numel, dtype=torch.float32, device=payloads[0].device)
     for theirs, weight in zip(payloads[1:], weights, strict=True):
-        change.add_(_crossings(payloads[0], theirs, sum(numels), bits).float() * weight)
-    for out, part in zip(outs, change.split(numels), strict=True):
-        out.add_(part)
+        change.add_(_crossings(payloads[0], theirs, numel, bits).float() * weight)
+    add_flat(outs, change)
 
 
 @kernel
@@ -192,8 +193,7 @@ def _recover_add(
     error = decode(payloads[0], own.numel(), bits) - wrap(own, modulus)
     for theirs, weight in zip(payloads[1:], weights, strict=True):
         change.add_((wrap(decode(theirs, own.numel(), bits) - own, modulus) - error) * weight)
-    for out, part in zip(outs, change.split(numels_of(outs)), strict=True):
-        out.add_(part)
+    add_flat(outs, change)
     return finite([change])
 
 

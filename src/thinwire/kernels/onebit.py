@@ -12,14 +12,7 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import (
-    MAX_SEGMENT_NUMEL,
-    checked_encoder,
-    checked_payload,
-    checked_payloads,
-    num_buckets,
-    numels_of,
-)
+from .checks import MAX_SEGMENT_NUMEL, checked_encoder, checked_payload, checked_payloads, num_buckets, numels_of
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, rows_of, scale_bytes, split_scales, spread, tree_sum
@@ -98,10 +91,11 @@ def decode_sum(
 def _encode(xs: list[Tensor], out: Tensor, bucket_size: int, residuals: list[Tensor] | None) -> None:
     means, signs = [], []
     for i, x in enumerate(xs):
-        low, high = _means(x, bucket_size).unbind(-1)
-        means.append(torch.stack([low, high], -1).flatten())
+        pairs = _means(x, bucket_size)
+        means.append(pairs.flatten())
         signs.append(bit.pack((x < 0).to(torch.uint8)))
         if residuals is not None:
+            low, high = pairs.unbind(-1)
             residuals[i].copy_(x - torch.where(x < 0, spread(low, bucket_size, x), spread(high, bucket_size, x)))
     out.copy_(torch.cat([scale_bytes(means, out.device), *signs]))
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import debug
 from . import bits as bit
 from .backend import kernel
-from .checks import check_counts, device_of, numels_of, segments, vector
+from .checks import check_counts, counted, device_of, numels_of, segments
 from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
 
@@ -80,9 +80,8 @@ def mark_nonfinite(xs: Sequence[Tensor], values: Tensor, counts: Sequence[int]) 
     device = device_of(xs, values)
     checked = segments("xs", xs, device)
     check_counts(counts, numels_of(xs))
-    if values.numel() != sum(counts):
-        raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
-    _mark_nonfinite.on[device.type](checked, vector("values", values, torch.float32, device), list(counts))
+    values = counted("values", values, counts, torch.float32, device)
+    _mark_nonfinite.on[device.type](checked, values, list(counts))
 
 
 def sum_payloads(

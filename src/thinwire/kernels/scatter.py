@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import check_counts, check_length, counted_indices, device_of, numels_of, segments, vector
+from .checks import check_counts, check_length, counted, counted_indices, device_of, numels_of, segments
 from .flags import Fault, Flag, demand
 from .reduce import all_finite, mark_nonfinite
 from .scales import float32
@@ -150,10 +150,8 @@ def _segments(
 
 
 def _pairs(indices: Tensor, values: Tensor, counts: Sequence[int], device: torch.device) -> tuple[Tensor, Tensor]:
-    checked = counted_indices(indices, counts, device)
-    if values.numel() != sum(counts):
-        raise ValueError(f"values: expected {sum(counts)} elements (the sum of counts), got {values.numel()}")
-    return checked, vector("values", values, torch.float32, device)
+    """Check indices and their values; return them detached."""
+    return counted_indices(indices, counts, device), counted("values", values, counts, torch.float32, device)
 
 
 # ---- the reference ----

@@ -163,7 +163,7 @@ def _keep_largest_of_rows(rows: Tensor, count: int) -> Tensor:
 
 
 def _gather(xs: list[Tensor], kept: list[Tensor]) -> tuple[Tensor, Tensor]:
-    device = xs[0].device if xs else torch.device("cpu")
+    device = device_of(xs)
     indices = torch.cat([torch.empty(0, dtype=torch.int64, device=device), *kept]).int()
     values = torch.cat(
         [torch.empty(0, dtype=torch.float32, device=device), *(x[i] for x, i in zip(xs, kept, strict=True))]

@@ -12,13 +12,7 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import (
-    check_numels,
-    checked_encoder,
-    checked_payload,
-    checked_payloads,
-    numels_of,
-)
+from .checks import check_numels, checked_encoder, checked_payload, checked_payloads, numels_of
 from .flags import Flag
 from .reduce import sum_payloads
 from .scales import float32, scale_bytes, split_scales, tree_sum

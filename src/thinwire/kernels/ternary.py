@@ -210,7 +210,7 @@ def _checked_scales(scales: Tensor, xs: Sequence[Tensor], ternary: Ternary, devi
 
 @kernel
 def _scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
-    scales = [torch.empty(0, dtype=torch.float32, device=xs[0].device if xs else "cpu")]
+    scales = [torch.empty(0, dtype=torch.float32, device=device_of(xs))]
     for x in xs:
         if x.numel():
             largest = magnitude(rows_of(x, bucket_size)).amax(-1).view(torch.float32)

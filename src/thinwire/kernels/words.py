@@ -9,7 +9,7 @@ from torch import Tensor
 
 from . import bits as bit
 from .backend import kernel
-from .checks import counted_indices, payload_bytes
+from .checks import counted, payload_bytes
 
 
 def nbytes(count: int, bits: int) -> int:
@@ -37,7 +37,7 @@ def encode(words: Tensor, counts: Sequence[int], bits: int, out: Tensor) -> None
     """
     device = words.device
     out = payload_bytes("out", out, _total_nbytes(counts, bits), device)
-    _encode.on[device.type](counted_indices(words, counts, device), list(counts), bits, out)
+    _encode.on[device.type](counted("words", words, counts, torch.int32, device), list(counts), bits, out)
 
 
 def decode(payload: Tensor, counts: Sequence[int], bits: int) -> Tensor:

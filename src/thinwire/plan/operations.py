@@ -60,6 +60,18 @@ def all_reduce(route: Route, num_bytes: int) -> Moves:
     return Steps((*steps, *reversed(steps)))
 
 
+def gather_of_sizes(peers: Sequence[int], num_bytes: int) -> Steps:
+    """One worker's part in an all-gather of `num_bytes` whose sizes differ: 8 bytes that tell them come first.
+
+    What comes counts as many bytes as what is sent.
+
+    Example:
+        >>> [step.sends for step in gather_of_sizes([1], num_bytes=300).steps]
+        [((1, 8),), ((1, 300),)]
+    """
+    return Steps((_both_ways(peers, 8), _both_ways(peers, num_bytes)))
+
+
 def _both_ways(peers: Sequence[int], num_bytes: float) -> PeerMessages:
     messages = tuple((peer, num_bytes) for peer in peers)
     return PeerMessages(messages, messages)

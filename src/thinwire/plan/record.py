@@ -37,7 +37,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.sums import Route
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
+from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast, gather_of_sizes
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -211,6 +211,7 @@ class Recorder(Communicator):
     Args:
         rank: whose operations are noted.
         size: W.
+        workers_per_node: how many consecutive ranks share a node.
         shares: of a layout, in which nothing else is said.
     """
 
@@ -275,8 +276,7 @@ class Recorder(Communicator):
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
-        sizes, payloads = (tuple((peer, n) for peer in self._others(result)) for n in (8, check.num_bytes(tensor)))
-        return self._note(Steps((PeerMessages(sizes, sizes), PeerMessages(payloads, payloads))))
+        return self._note(gather_of_sizes(list(self._others(result)), check.num_bytes(tensor)))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if self._mail is not None:

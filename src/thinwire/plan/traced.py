@@ -22,7 +22,7 @@ from ..comm.channel import Channel
 from ..comm.local_world import LocalCommunicator
 from ..comm.sums import Route
 from .network import Network
-from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast
+from .operations import Moves, PeerMessages, all_reduce, broadcast, gather_of_sizes
 from .replay import Replay
 from .trace import Trace
 
@@ -123,10 +123,9 @@ class TracedCommunicator(Communicator):
         return self._traced(moves, gathered, partial(self._comm._start_all_gather, gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
-        sizes, own = (tuple((p, n) for p in self._others([tensor] * self.size)) for n in (8, tensor.nbytes))
+        moves = gather_of_sizes(list(self._others([tensor] * self.size)), tensor.nbytes)
         start = partial(self._comm._start_gather_variable, tensor, result, limit)
-        # The model does not use the sizes of receives.
-        return self._traced(Steps((PeerMessages(sizes, sizes), PeerMessages(own, own))), [tensor], start)
+        return self._traced(moves, [tensor], start)
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         start = partial(self._comm._start_exchange, sends, receives)

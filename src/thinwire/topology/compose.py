@@ -124,17 +124,16 @@ class Hierarchical(Topology):
         return -(-size // self.workers_per_node)  # a lone worker is a node of its own
 
     def _neighbours(self, rank: int, step: int, size: int) -> Neighbours:
-        share = 1.0 / self.workers_per_node
         node, nodes = self.node(rank), self.num_nodes(size)
-        row = self._spread(self.inner.row(node, step, nodes), share)
-        column = self._spread(self.inner.column(node, step, nodes), share)
+        row = self._spread(self.inner.row(node, step, nodes))
+        column = self._spread(self.inner.column(node, step, nodes))
         self_weight = row.pop(rank)
         del column[rank]
         return Neighbours(column, row, self_weight)
 
-    def _spread(self, weights: dict[int, float], share: float) -> dict[int, float]:
+    def _spread(self, weights: dict[int, float]) -> dict[int, float]:
         """The weights of nodes, divided evenly among their workers."""
-        per_node = self.workers_per_node
+        per_node, share = self.workers_per_node, 1.0 / self.workers_per_node
         return {
             rank: weight * share
             for node, weight in weights.items()

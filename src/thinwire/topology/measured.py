@@ -21,8 +21,13 @@ GAP = 3.0
 
 
 def slowest_link(rates: Rows, ring: Sequence[int]) -> float:
-    """The rate of the slowest link of a ring, in which each worker sends to the next."""
-    return min(rates[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True))
+    """The rate of the slowest link of a ring."""
+    return min(_links(rates, ring))
+
+
+def _links(rates: Rows, ring: Sequence[int]) -> list[float]:
+    """The rates of a ring's links: each worker sends to the next."""
+    return [rates[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
 
 
 def bottleneck_ring(rates: Rows) -> tuple[int, ...]:
@@ -91,7 +96,7 @@ def _improved(rates: Rows) -> tuple[int, ...]:
     size = len(rates)
 
     def quality(ring: Sequence[int]) -> tuple[float, float]:
-        links = [rates[a][b] for a, b in zip(ring, [*ring[1:], ring[0]], strict=True)]
+        links = _links(rates, ring)
         return min(links), -sum(1 / max(rate, 1e-300) for rate in links)  # a rate may be 0
 
     greedy, left = [0], set(range(1, size))

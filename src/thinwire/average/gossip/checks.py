@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ...algorithm import require
 from ...codec import Codec
-from ...options import require_number
+from ...options import require_kind, require_number
 from ...topology.properties import edge_weights
 from ...topology.speed import difference_rates
 from ...topology.undirected import cut_off
@@ -16,11 +16,10 @@ if TYPE_CHECKING:
     from .base import GossipAverager
 
 
-def check_codec(averager: GossipAverager, codec: object) -> None:
+def check_codec(averager: GossipAverager, codec: Codec) -> None:
     """Raise ValueError unless neighbours know the size of a payload before they receive it."""
     name = type(averager).__name__
-    if not isinstance(codec, Codec):
-        raise ValueError(f"{name}: codec must be a codec such as TopK(0.01), got {codec!r}")
+    require_kind(f"{name}: codec", codec, Codec, "a codec such as TopK(0.01)")
     require(
         codec.traits.agreement is None and codec.traits.adaptive is None,
         f"{name}: {codec} needs all workers to agree on some numbers, and gossip asks neighbours only; use Mean",

@@ -67,6 +67,7 @@ class FittedStep(State):
         kept: running mean of the share that this worker's encodings keep; below 0 if none was measured yet, and above 1 if
             all of them were of zeros.
         step_size: the one in force; the same on all workers.
+        factor: a of this round's vector, float32; `fit` sets it.
     """
 
     maxima: Maxima = restart()

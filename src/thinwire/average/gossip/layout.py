@@ -10,6 +10,7 @@ from torch import Tensor
 from ...algorithm import require
 from ...membership import Form, load_tensors
 from ..base import NamedTensors
+from .values import flat
 
 
 @dataclass(frozen=True)
@@ -56,9 +57,7 @@ class FlatLayout:
     def flatten(self, tensors: NamedTensors) -> Tensor:
         """A new vector of all elements, in `dtype`."""
         self.check(tensors)
-        if not tensors:
-            return torch.empty(0, dtype=torch.float32, device="cpu")
-        return torch.cat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors])
+        return flat([t.detach().reshape(-1).to(self.dtype) for _, t in tensors])
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """Views into the flat vector, in the tensors' shapes."""

@@ -19,7 +19,7 @@ from .base import GossipAverager
 from .checks import check_fixed_undirected, check_stable, check_step_size
 from .layout import FlatLayout
 from .round import Apply, Arrive, GossipState, Round
-from .values import Parts
+from .values import Parts, flat
 
 Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that the next half step multiplies
 
@@ -249,10 +249,7 @@ class _HalfStep:
         for products in self._products(x):
             for peer, product in zip(self.p, products, strict=True):
                 messages[peer].append(product.t().reshape(-1))
-        return {
-            peer: torch.cat(parts) if parts else torch.empty(0, dtype=torch.float32, device="cpu")
-            for peer, parts in messages.items()
-        }
+        return {peer: flat(parts) for peer, parts in messages.items()}
 
     def _products(self, x: Parts) -> list[list[Tensor]]:
         """Each matrix times each edge's p, in one read for all neighbours; with a shared p, one product serves all."""

@@ -31,8 +31,7 @@ def add_vector(change: Tensor) -> Apply:
     """Add a change that is one flat vector."""
 
     def apply(targets: Parts) -> kernels.Flag:
-        for target, part in zip(targets, change.split([t.numel() for t in targets]), strict=True):
-            target.add_(part)
+        kernels.mix.add_flat(targets, change)
         return kernels.all_finite([change])
 
     return apply

@@ -24,7 +24,7 @@ from ... import kernels
 from ...comm import Communicator, Handle
 from ...membership import config, own, pending, shared
 from ...options import require_integer, require_number
-from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, not_waited
+from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, check_waited
 from ..traits import AveragerTraits
 from .matrices import all_reduce_parts, columns, gains, warm_start
 
@@ -37,14 +37,12 @@ class DionState(AveragerState):
         seed: the seed of all random numbers of the run.
         momentum: M (n, m) of each matrix, unscaled.
         q: Q' (r, m) of each matrix.
-        handles: of this round.
         pending: what M and Q' become at `commit`.
     """
 
     seed: int = config()
     momentum: dict[str, Tensor] = own()
     q: dict[str, Tensor] = shared()
-    handles: list[Handle] = pending(default_factory=list)
     pending: dict[str, tuple[Tensor, Tensor]] = pending(default_factory=dict)
 
 
@@ -119,8 +117,7 @@ class Dion(Averager):
         return handle
 
     def commit(self, state: DionState) -> bool:
-        if num_open := sum(not handle.is_done for handle in state.handles):
-            raise not_waited(self, num_open)
+        check_waited(self, state.handles)
         finite = kernels.flags.read(state.finite)
         if finite:
             for name, (momentum, q) in state.pending.items():

@@ -39,8 +39,8 @@ from ..base import (
     NamedTensors,
     begin_step,
     check_agreement,
+    check_waited,
     copy_changed,
-    not_waited,
     result_buffers,
 )
 from .matrices import all_reduce_parts, columns, gains, warm_start
@@ -64,14 +64,12 @@ class PowerSGDState(AveragerState):
         q: Q' (r, m) of each matrix from the last commit; the largest magnitude of each row is 1.
         memory: the state of `PowerSGD.memory`; None without a memory.
         pending_q: Q' of this round.
-        handles: of this round.
     """
 
     seed: int = config()
     q: dict[str, Tensor] = shared(form=Form(lambda state, q: copied(q), _load_q))
     memory: Any = nested()
     pending_q: dict[str, Tensor] = pending(default_factory=dict)
-    handles: list[Handle] = pending(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -172,8 +170,7 @@ class PowerSGD(Averager):
         return handle
 
     def commit(self, state: PowerSGDState) -> bool:
-        if num_open := sum(not handle.is_done for handle in state.handles):
-            raise not_waited(self, num_open)
+        check_waited(self, state.handles)
         finite = kernels.flags.read(state.finite)
         if finite:
             state.q.update(state.pending_q)

@@ -34,7 +34,16 @@ from ...membership import check_state
 from ...memory import Memory
 from ...options import require_choice, require_integer, require_kind
 from ...schedule import Progress, resolve
-from ..base import Averager, Before, NamedTensors, begin_step, check_agreement, copy_changed, not_waited, result_buffers
+from ..base import (
+    Averager,
+    Before,
+    NamedTensors,
+    begin_step,
+    check_agreement,
+    check_waited,
+    copy_changed,
+    result_buffers,
+)
 from ..robust.base import Rule
 from ..robust.record import RuleState
 from ..traits import AveragerTraits
@@ -160,14 +169,17 @@ class Mean(Averager):
     def _needs_support(self) -> bool:
         return self.memory is not None and self.memory.needs_support
 
+    @property
+    def _merges(self) -> bool:
+        """Whether all tensors of a call are encoded as one segment."""
+        return self.granularity != "layer"
+
     @cached_property
     def traits(self) -> AveragerTraits:
         memory, needs_norms = self.memory, self.clip is not None and self.clip.needs_norms
         return AveragerTraits(
             whole_model=self.granularity == "model" or self.rule is not None or needs_norms,
-            couples_tensors=self.granularity != "layer"
-            or self.rule is not None
-            or self.codec.traits.adaptive is not None,
+            couples_tensors=self._merges or self.rule is not None or self.codec.traits.adaptive is not None,
             has_momentum=memory is not None and memory.has_momentum,
             suits_parameters=self.codec.traits.lossless and memory is None,
             suits_adam=memory is None or self.codec.traits.sparse is None,
@@ -261,7 +273,7 @@ class Mean(Averager):
             dense_numel=sum(t.numel() for _, t in dense),
             size=comm.size,
             workers_per_node=nodes,
-            merged=self.granularity != "layer",
+            merged=self._merges,
             memory=self.memory,
         )
         return cheapest(load).word, nodes
@@ -281,7 +293,9 @@ class Mean(Averager):
         for earlier in state.flights:
             earlier.advance()
         state.flights.append(flight)
-        return Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
+        handle = Handle(lambda: self._finish(state, flight, *self._split(targets, codec), scale))
+        state.handles.append(handle)
+        return handle
 
     def _job(self, state: MeanState, targets: NamedTensors, comm: Communicator, scale: float) -> tuple[Job, Codec]:
         """Compensate, and describe what to encode and how."""
@@ -305,7 +319,7 @@ class Mean(Averager):
             tensors=x,
             names=[name for name, _ in encoded],
             keys=[Key.of(state.seed, name, rank, step) for name, _ in encoded],
-            merged=self.granularity != "layer",
+            merged=self._merges,
             keep_residual=self.memory is not None,
             dense=flatten([g for _, g in dense], targets[0][1].device),
             # Memory is unscaled, so what it sends is too; the result must be scaled as the gradients were.
@@ -334,8 +348,7 @@ class Mean(Averager):
         return chosen if state.rule is None else chosen | state.rule.diagnostics()
 
     def commit(self, state: MeanState) -> bool:
-        if state.flights:
-            raise not_waited(self, len(state.flights))
+        check_waited(self, state.handles)
         finite = kernels.flags.read(state.finite)
         for memory, memory_state in self._memories(state):
             if finite and not state.was_not_finite:
@@ -349,6 +362,7 @@ class Mean(Averager):
             state.meter.commit()
         state.progress = state.progress._replace(step=state.progress.step + 1)
         state.finite, state.codec_before = True, None
+        state.handles.clear()
         state.stepped.clear()
         return finite
 
@@ -358,6 +372,7 @@ class Mean(Averager):
         if state.rule is not None:
             state.rule.judgement = None
         state.flights.clear()
+        state.handles.clear()
         state.stepped.clear()
         if self._follows_line:
             state.meter.discard(state.waited_seconds)
@@ -422,9 +437,8 @@ class Mean(Averager):
         if self._is_dense_round(codec):
             return [], list(tensors)
         min_ndim = 0 if codec.traits.sends_floats else self.min_ndim
-        return [pair for pair in tensors if pair[1].ndim >= min_ndim], [
-            pair for pair in tensors if pair[1].ndim < min_ndim
-        ]
+        encoded = [pair for pair in tensors if pair[1].ndim >= min_ndim]
+        return encoded, [pair for pair in tensors if pair[1].ndim < min_ndim]
 
     def _compensate(
         self, state: MeanState, codec: Codec, encoded: NamedTensors, scale: float
@@ -433,7 +447,7 @@ class Mean(Averager):
         gradients = [g for _, g in encoded]
         if self.memory is None:
             return gradients, None
-        selects = self.granularity == "layer" and _exchange_of(state).takes_selection
+        selects = not self._merges and _exchange_of(state).takes_selection
         sparse = codec.traits.sparse if selects else None
         counts = None if sparse is None else sparse.topk_counts([g.numel() for g in gradients])
         x, selection = self.memory.compensate_all(state.memory, encoded, scale, counts)
@@ -492,7 +506,7 @@ class LoneMessages:
         """The most bytes of a message of these tensors."""
         encoded, dense = self.mean._split(tensors, self.mean.codec)
         shapes, dense_numel = [t.shape for _, t in encoded], sum(t.numel() for _, t in dense)
-        return message_nbytes(self.mean.codec, shapes, dense_numel, self.mean.granularity != "layer")
+        return message_nbytes(self.mean.codec, shapes, dense_numel, self.mean._merges)
 
     def merge(
         self,
@@ -503,11 +517,11 @@ class LoneMessages:
         comm: Communicator,
     ) -> Flag:
         """Overwrite tensors with `sum_i weights[i] decoded(messages[i])`, added in this order; returns whether it is finite."""
-        codec, merged = self.mean.codec, self.mean.granularity != "layer"
+        codec, merged = self.mean.codec, self.mean._merges
         encoded, dense = self.mean._split([(name, t.detach()) for name, t in tensors], codec)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), flatten(dense_outs, tensors[0][1].device).zero_()
-        job = Job(comm, codec, state.clock, [], [], [], merged, False, dense_total, 1.0)
+        job = Job(comm, codec, state.clock, [], [], [], merged, keep_residual=False, dense=dense_total, scale=1.0)
         finite = job.decode_weighted(messages, weights, totals, dense_total)
         written = [copy_changed(totals, outs), copy_changed(split_like(dense_total, dense_outs), dense_outs)]
         return kernels.flags.all_of([finite, kernels.all_finite([dense_total]), *written])

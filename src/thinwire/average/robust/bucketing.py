@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ... import debug
 from ...codec import Codec
 from ...options import require_integer, require_kind
 from .base import Combined, Messages, Rule, mean_of_rows
@@ -70,6 +71,5 @@ class Bucketing(Rule):
         """The value of each row's group."""
         if values is None:
             return None
-        return torch.empty(len(order), dtype=values.dtype, device=values.device).index_copy_(
-            0, order, values.repeat_interleave(self.s)[: len(order)]
-        )
+        each = values.repeat_interleave(self.s)[: len(order)]
+        return debug.empty_like(each).index_copy_(0, order, each)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ... import debug
 from ...algorithm import require
 from ...codec import Codec, Key
 from ...options import require_integer
@@ -54,7 +55,7 @@ class CoordinateRule(Rule):
         """How many of the k values of a coordinate are dropped at each end."""
 
     def combine(self, messages: Messages) -> Combined:
-        ends, result = self.ends(messages), torch.empty_like(messages.rows[0])
+        ends, result = self.ends(messages), debug.empty_like(messages.rows[0])
         # One column at least, however many workers there are.
         columns = max(1, _SORTED // len(messages.rows))
         for rows, out in zip(messages.rows.split(columns, -1), result.split(columns), strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...options import require_integer
-from .base import Combined, Messages, Rule, gram, weighted_sum
+from .base import Combined, Messages, Rule, gram, mean_of_rows
 
 
 @dataclass(frozen=True, repr=False)
@@ -60,5 +60,4 @@ class Krum(Rule):
         scores = torch.tensor([sum(each) for each in nearest.tolist()], dtype=torch.float64, device="cpu")
         # In rank order again, because the bits of a sum depend on its order.
         chosen = scores.sort(stable=True).indices[: min(self.selected, len(rows) - faulty)].sort().values
-        weights = torch.full((len(chosen),), 1 / len(chosen), dtype=torch.float64, device="cpu")
-        return Combined(weighted_sum(rows[chosen.to(rows.device)], weights))
+        return Combined(mean_of_rows(rows[chosen.to(rows.device)]))

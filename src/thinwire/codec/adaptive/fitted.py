@@ -409,9 +409,8 @@ def _stream(name: str) -> int:
     return Key.of(0, name, 0, 0).stream
 
 
-def _check_candidate(codec: object) -> None:
-    if not isinstance(codec, Codec):
-        raise ValueError(f"Fitted: a candidate must be a codec such as QSGD(bits=4), got {codec!r}")
+def _check_candidate(codec: Codec) -> None:
+    require_kind("Fitted: a candidate", codec, Codec, "a codec such as QSGD(bits=4)")
     codec.traits.check(codec, "Fitted", ("needs_shape",))
     require(
         codec.traits.fixed_size and codec.is_constant,

@@ -16,7 +16,7 @@ from ...kernels import Flag
 from ..base import Codec
 from ..quantize.even_levels import EvenLevelsOfEach
 from ..traits import Traits
-from ..types import Keys, Selection, Sizes, as_list
+from ..types import Keys, Selection, Sizes, as_list, segment_numels
 from .groups import CodecGroup, split_groups
 
 
@@ -81,7 +81,7 @@ class PerLayer(Codec):
         """The positions that a payload carries, all of a segment where its codec sends all; None if every codec does."""
         sizes = as_list(size)
         self._check_number(sizes)
-        numels = [s if isinstance(s, int) else s.numel() for s in sizes]
+        numels = segment_numels(size)
         found: list[Tensor | None] = [None] * len(numels)
         ends = 0
         for group in self._groups:
@@ -96,11 +96,7 @@ class PerLayer(Codec):
             torch.arange(n, dtype=torch.int32, device=payload.device) if indices is None else indices
             for n, indices in zip(numels, found, strict=True)
         ]
-        return Selection(
-            torch.cat(whole),
-            torch.empty(0, dtype=torch.float32, device=payload.device),
-            [len(indices) for indices in whole],
-        )
+        return Selection.of_positions(torch.cat(whole), [len(indices) for indices in whole])
 
     @cached_property
     def _groups(self) -> list[CodecGroup]:

@@ -24,7 +24,7 @@ from itertools import product
 import torch
 from torch import Tensor
 
-from ... import kernels
+from ... import debug, kernels
 from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ...options import require_integer
@@ -53,7 +53,7 @@ class Transform(Algorithm, ABC):
 
     def inverse(self, y: Tensor, shape: torch.Size) -> Tensor:
         """The float32 tensor of this shape whose new coordinates are `y`."""
-        out, begin = torch.empty(shape, dtype=torch.float32, device=y.device), 0
+        out, begin = debug.empty(shape, dtype=torch.float32, device=y.device), 0
         for tiles in self._tiles_of(out):
             tiles.copy_(self._untile(y[begin : begin + tiles.numel()].view(tiles.shape)))
             begin += tiles.numel()
@@ -201,7 +201,7 @@ class Transformed(Wrapper):
         outs = as_list(out)
         self._check_decoding(payloads, outs)
         shapes, keys = [o.shape for o in outs], [] if key is None else as_list(key)
-        ys = [torch.empty(o.numel(), dtype=torch.float32, device=o.device) for o in outs]
+        ys = [debug.empty(o.numel(), dtype=torch.float32, device=o.device) for o in outs]
         for group, parts in split_groups(payloads, self._groups(shapes), [o.numel() for o in outs]):
             group.codec.decode_mean(parts, group.of(ys), weight, group.of(keys) or None)
         for o, y in zip(outs, ys, strict=True):

@@ -98,5 +98,4 @@ class Cast(Codec):
         return kernels.cast.nbytes(numels, self.dtype)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        numbers = self.segments_nbytes([0])  # the scale of a type of 8 bits
-        return numbers, self.segments_nbytes([size]) - numbers
+        return self._head_and_rest(self.segments_nbytes([0]), size)  # the scale of a type of 8 bits

@@ -58,8 +58,7 @@ class LevelCodec(Codec):
         return self._levels.nbytes(numels)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        numbers = 4 * kernels.num_buckets([size], self.bucket_size)
-        return numbers, self.segments_nbytes([size]) - numbers
+        return self._head_and_rest(4 * kernels.num_buckets([size], self.bucket_size), size)
 
 
 def level_values(codec: Codec) -> tuple[float, ...] | None:

@@ -112,5 +112,4 @@ class QSGD(EvenLevels):
         return None if self.code_bits > 8 else Symbols(self.code_bits, numels)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        numbers = 4 * kernels.num_buckets([size], self.bucket_size)
-        return numbers, self.segments_nbytes([size]) - numbers
+        return self._head_and_rest(4 * kernels.num_buckets([size], self.bucket_size), size)

@@ -36,7 +36,7 @@ class _SignCodec(Codec):
         return kernels.sign.nbytes(numels)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        return 4, self.segments_nbytes([size]) - 4
+        return self._head_and_rest(4, size)
 
 
 @dataclass(frozen=True, repr=False)
@@ -154,5 +154,4 @@ class OneBit(Codec):
         return kernels.onebit.nbytes(numels, self.bucket_size)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        numbers = 8 * kernels.num_buckets([size], self.bucket_size)
-        return numbers, self.segments_nbytes([size]) - numbers
+        return self._head_and_rest(8 * kernels.num_buckets([size], self.bucket_size), size)

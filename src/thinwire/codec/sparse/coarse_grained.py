@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,7 +15,7 @@ from ..agreed_codec import AgreedCodec
 from ..base import Codec
 from ..dense.cast import Identity
 from ..traits import Traits
-from ..types import Keys, Selection, Size, Sizes, as_list
+from ..types import Keys, Selection, Sizes, segment_numels
 from .base import Sparsifier, check_ratio
 from .payload import SparseParts
 from .top_k import TopK, num_kept
@@ -91,9 +90,8 @@ class CoarseGrainedTopK(AgreedCodec):
 
     def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
-        sizes = as_list(size)
-        nbytes = self.values_nbytes([n if isinstance(n, int) else n.numel() for n in sizes])
-        return _support(self, payload, nbytes, sizes)
+        numels = segment_numels(size)
+        return _support(self, payload, self.values_nbytes(numels), numels)
 
     def values_nbytes(self, numels: list[int]) -> int:
         """Bytes of the chosen chunks of segments of these sizes."""
@@ -134,7 +132,7 @@ class AgreedChunks(Codec):
 
     def support(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Selection:
         """All coordinates of the chosen chunks; its values are empty."""
-        return _support(self, payload, payload.numel(), as_list(size))
+        return _support(self, payload, payload.numel(), segment_numels(size))
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         chosen = self.rule.choose(self.norms, [s.numel() for s in segments])
@@ -166,14 +164,12 @@ class ChunkElements(Sparsifier):
         return Selection(indices, kernels.scatter.gather(segments, indices, counts), counts)
 
 
-def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: Sequence[Size]) -> Selection:
+def _support(codec: Codec, payload: Tensor, values_nbytes: int, numels: list[int]) -> Selection:
     """The positions of a payload: decode it with ones in place of its values."""
     ones = torch.ones(values_nbytes // 4, dtype=torch.float32, device=payload.device).view(torch.uint8)
-    marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), list(numels))
-    indices = [mark.flatten().nonzero().flatten().int() for mark in marks]
-    return Selection(
-        torch.cat(indices), torch.empty(0, dtype=torch.float32, device=payload.device), [i.numel() for i in indices]
-    )
+    marks = codec.decode(torch.cat([ones, payload[values_nbytes:]]), numels)
+    indices = [mark.nonzero().flatten().int() for mark in marks]
+    return Selection.of_positions(torch.cat(indices), [i.numel() for i in indices])
 
 
 def encode_chunks(

@@ -17,7 +17,7 @@ from ... import debug, kernels
 from ...algorithm import require
 from ...kernels import Flag
 from ..base import Codec
-from ..types import Keys, Selection, Sizes, as_list
+from ..types import Keys, Selection, Sizes, segment_numels
 
 # `base` imports this module.
 if TYPE_CHECKING:
@@ -44,13 +44,13 @@ class SparseCodec(Codec):
             tensor([1, 3], dtype=torch.int32)
         """
         sparsifier, _ = self.selector_and_values()
-        numels = [s if isinstance(s, int) else s.numel() for s in as_list(size)]
+        numels = segment_numels(size)
         keys = sparsifier._decoding_keys(key, len(numels))
         try:
             indices, counts, _ = sparsifier.read_support(payload, numels, keys)
         except ValueError as error:
             raise self._undecodable([payload], sum(numels), error) from error
-        return Selection(indices, torch.empty(0, dtype=torch.float32, device=payload.device), counts)
+        return Selection.of_positions(indices, counts)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         return encode_sparse(*self.selector_and_values(), segments, keys, residuals)

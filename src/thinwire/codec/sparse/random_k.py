@@ -82,7 +82,8 @@ class RandomK(Sparsifier):
         return kernels.random.keys_on(keys, indices.device).view(torch.uint8)
 
     def read_support(self, payload: Tensor, numels: list[int], keys: list[int]) -> tuple[Tensor, list[int], int]:
-        counts, nbytes = [self.count(n) for n in numels], self.support_nbytes(numels, numels)
+        counts = [self.count(n) for n in numels]
+        nbytes = self.support_nbytes(counts, numels)
         used = keys if self.shared else kernels.payload_as(tail(payload, nbytes), torch.int64)
         return kernels.permutation.random_indices(used, counts, numels, payload.device), counts, nbytes
 

@@ -55,8 +55,7 @@ def _make_and_select(
     if not outs or any(x.numel() <= MAX_ROW or not k for x, k in zip(outs, counts, strict=True)):
         _make(outs, sources, m, factor, kind)
         return select.topk(outs, counts)
-    indices = torch.empty(sum(counts), dtype=torch.int32, device=outs[0].device)
-    values = torch.empty(sum(counts), dtype=torch.float32, device=outs[0].device)
+    indices, values = select.empty_selection(sum(counts), outs)
     histograms.select(outs, counts, starts(counts)[:-1], indices, values, sources, m, factor, kind)
     return indices, values
 

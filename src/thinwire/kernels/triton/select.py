@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import select as family
-from ..checks import numels_of
+from ..checks import device_of, numels_of
 from . import histograms
 from .device import find_segment, load_pointer, load_size, magnitude
 from .fields import SCAN_BLOCK, scan
@@ -29,7 +29,7 @@ ROW_TILE = 2048  # elements of short rows that one program holds
 
 @family._topk.runs_on("triton")
 def topk(xs: list[Tensor], counts: list[int]) -> tuple[Tensor, Tensor]:
-    indices, values = _empty_selection(sum(counts), xs)
+    indices, values = empty_selection(sum(counts), xs)
     at = starts(counts)[:-1]
     small = [i for i, x in enumerate(xs) if x.numel() <= MAX_ROW and counts[i]]
     large = [i for i, x in enumerate(xs) if x.numel() > MAX_ROW and counts[i]]
@@ -50,7 +50,7 @@ def topk_in_chunks(
 ) -> tuple[Tensor, Tensor]:
     if chunk > MAX_ROW:
         return family._topk_in_chunks.reference(xs, chunk, count, last_counts, total)
-    indices, values = _empty_selection(total, xs)
+    indices, values = empty_selection(total, xs)
     kept = [x.numel() // chunk * count + last for x, last in zip(xs, last_counts, strict=True)]
     _select_in_rows(xs, chunk, [count] * len(xs), last_counts, starts(kept)[:-1], indices, values)
     return indices, values
@@ -59,7 +59,7 @@ def topk_in_chunks(
 @family._above.runs_on("triton")
 def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, list[int]]:
     """Three launches; the host waits for the counts, because they are the sizes of the result."""
-    device = xs[0].device if xs else torch.device("cpu")
+    device = device_of(xs)
     first_tile = starts(tiles_of(numels_of(xs), TILE))
     # As bits, like the magnitudes that the kernel compares them with.
     bits = torch.tensor(thresholds, dtype=torch.float32, device="cpu").view(torch.int32).tolist()
@@ -70,7 +70,7 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
     launch(_count_above, first_tile[-1], device, rows, before, len(xs), TILE=TILE)
     launch(scan, len(xs), device, table(device, first_tile), before, totals, len(xs), ROWS=1, BLOCK=SCAN_BLOCK)
     counts: list[int] = totals.tolist()
-    indices, values = _empty_selection(sum(counts), xs)
+    indices, values = empty_selection(sum(counts), xs)
     rows = table(device, *layout, starts(counts)[:-1])
     launch(_write_above, first_tile[-1], device, rows, before, indices, values, len(xs), TILE=TILE)
     return indices, values, counts
@@ -78,7 +78,7 @@ def above(xs: list[Tensor], thresholds: list[float]) -> tuple[Tensor, Tensor, li
 
 @family._largest.runs_on("triton")
 def largest(xs: list[Tensor]) -> list[float]:
-    device = xs[0].device if xs else torch.device("cpu")
+    device = device_of(xs)
     first_tile = starts(tiles_of(numels_of(xs), TILE))
     rows = table(device, first_tile[:-1], pointers(xs), numels_of(xs))
     found = torch.zeros(len(xs), dtype=torch.int32, device=device)
@@ -87,8 +87,9 @@ def largest(xs: list[Tensor]) -> list[float]:
     return values
 
 
-def _empty_selection(count: int, xs: list[Tensor]) -> tuple[Tensor, Tensor]:
-    device = xs[0].device if xs else torch.device("cpu")
+def empty_selection(count: int, xs: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Buffers for the indices and the values of `count` elements of segments."""
+    device = device_of(xs)
     return torch.empty(count, dtype=torch.int32, device=device), torch.empty(count, dtype=torch.float32, device=device)
 
 

@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .. import ternary as family
-from ..checks import MAX_SEGMENT_NUMEL, num_buckets, numels_of
+from ..checks import MAX_SEGMENT_NUMEL, device_of, num_buckets, numels_of
 from ..flags import Flag
 from ..random import keys_on
 from ..scales import MIN_SCALE
@@ -36,11 +36,9 @@ TILE_WORDS = 512
 
 @family._scales.runs_on("triton")
 def scales(xs: list[Tensor], clip: float, bucket_size: int, num_scales: int) -> Tensor:
-    device = xs[0].device if xs else torch.device("cpu")
-    out, limits = (
-        torch.empty(num_scales, dtype=torch.float32, device=device),
-        torch.empty(len(xs), dtype=torch.float32, device=device),
-    )
+    device = device_of(xs)
+    out = torch.empty(num_scales, dtype=torch.float32, device=device)
+    limits = torch.empty(len(xs), dtype=torch.float32, device=device)
     clips = math.isfinite(clip)  # an infinite clip limits nothing, and so needs no moments
     if clips:
         moments = block_sums(xs, device, "moments", least_buckets=1)

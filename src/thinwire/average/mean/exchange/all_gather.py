@@ -40,7 +40,7 @@ class AllGather(Exchange):
                 handle = job.comm.all_gather(message)
             else:
                 # The limit bounds the memory that an announced size can take.
-                handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes(job.tensors, job.dense))
+                handle = job.comm.all_gather(message, variable=True, limit=job.message_nbytes())
 
         def finish(totals: list[Tensor], dense_total: Tensor) -> Flag:
             with job.clock("wait"):

@@ -236,7 +236,7 @@ class Job:
             # The first weight writes into `totals`; the others write into buffers that are added.
             if others is not totals:
                 torch._foreach_add_(totals, others)
-            others = [torch.empty_like(total) for total in totals]
+            others = [debug.empty_like(total) for total in totals]
         return kernels.flags.all_of(flags)
 
     def _combine_messages(
@@ -257,9 +257,9 @@ class Job:
         torch._foreach_copy_(outs, split_like(combine(rows), outs))
         return kernels.all_finite(totals)
 
-    def message_nbytes(self, parts: Sequence[Tensor], dense: Tensor) -> int:
-        """Bytes of a message of encoded parts and a dense vector; an upper bound if the codec's size is not fixed."""
-        return message_nbytes(self.codec, [p.shape for p in parts], dense.numel(), self.merged)
+    def message_nbytes(self) -> int:
+        """Bytes of a message of all tensors and the dense vector; an upper bound if the codec's size is not fixed."""
+        return message_nbytes(self.codec, [t.shape for t in self.tensors], self.dense.numel(), self.merged)
 
 
 class PendingExchange:

@@ -55,7 +55,7 @@ class HierarchicalReduce(Exchange):
     def begin(self, job: Job) -> Stages:
         node = Node(job.comm, job.workers_per_node)
         own = take(job)
-        num_bytes = job.message_nbytes(job.tensors, job.dense)
+        num_bytes = job.message_nbytes()
         # All workers decide alike: it follows from sizes that all of them know.
         forward = job.codec.traits.fixed_size and len(node.leaders) * num_bytes < 4 * own.numel()
 
