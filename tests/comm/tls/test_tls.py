@@ -23,7 +23,7 @@ from helpers.threads import failing_once
 from thinwire.comm import CommunicationError, sockets
 from thinwire.comm.elastic import lighthouse
 from thinwire.comm.elastic.groups import Groups
-from thinwire.comm.elastic.lighthouse import met
+from thinwire.comm.elastic.meeting import met
 from thinwire.comm.store import connected_store, gathering, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store

@@ -15,7 +15,7 @@ from ..tcp import TcpCommunicator
 from ..tcp.connections import WrongContact
 from ..tcp.endpoint import require_engine
 from ..tls.credentials import Credentials
-from .lighthouse import Missing
+from .meeting import Missing
 
 
 class Groups:
