@@ -38,6 +38,7 @@ FLOORS = {
     "testing": 6,
     "_public": 7,
     "integrations": 7,
+    "lab.console": 10,
     "lab.fields": 10,
     "lab.files": 10,
     "lab.variables": 10,
