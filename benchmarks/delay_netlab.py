@@ -26,7 +26,7 @@ from torch import nn
 
 import thinwire as tw
 from thinwire.comm import Communicator
-from thinwire.lab.bench.step import joined
+from thinwire.lab.bench.workers import joined
 
 EVERY, FRAGMENTS, DELAY = 20, 4, 5
 ALONE = "computation alone"

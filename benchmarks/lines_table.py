@@ -41,7 +41,7 @@ def work(transport: str, megabytes: str, warm: str, file: str) -> None:
     """One host."""
     import torch
 
-    from thinwire.lab.bench.step import joined
+    from thinwire.lab.bench.workers import joined
 
     torch.set_num_threads(1)
     with joined(transport=transport) as comm:  # type: ignore[arg-type]

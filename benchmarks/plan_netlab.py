@@ -32,7 +32,7 @@ from tables import DOCS, publish, table_head, table_row
 
 import thinwire as tw
 from thinwire.comm import Communicator, Handle
-from thinwire.lab.bench.step import joined
+from thinwire.lab.bench.workers import joined
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
 from thinwire.plan.measure import measure_together
 from thinwire.plan.operations import PeerMessages, Steps

@@ -10,7 +10,7 @@ from typing import Any
 from weakref import finalize, ref
 
 from .exit import until_exit
-from .handle import Handle, nothing
+from .handle import Handle, Wait, nothing
 
 
 class Background:
@@ -32,9 +32,8 @@ class Background:
     def __init__(self, name: str):
         self._name = name
         self._calls: SimpleQueue[Any] = SimpleQueue()
-        self._last: Callable[[], Any] = (
-            nothing  # the last call's future; a weak reference, so that nothing is kept alive
-        )
+        # The last call's future, as a weak reference, so that nothing is kept alive.
+        self._last: Callable[[], Any] = nothing
         self._thread: threading.Thread | None = None
         self._close = finalize(self, self._calls.put, None)
 
@@ -79,7 +78,7 @@ class Later:
     def __init__(self) -> None:
         self._threads = [Background("thinwire-later") for _ in range(self.STEPS)]
 
-    def follow(self, call: Callable[[], Callable[[], Any]], step: int = 0) -> Callable[[], Any]:
+    def follow(self, call: Callable[[], Wait], step: int = 0) -> Wait:
         """Run `call` after the earlier calls of this step; it returns what to wait for."""
         handle = self._threads[step].submit(call)
         return lambda: handle.wait()()

@@ -46,7 +46,7 @@ from .background import Background
 from .buffers import as_bytes, flat_like
 from .channel import MAX_BYTES, Channel
 from .compare import FAILURE, fingerprint, parsed, raise_disagreement
-from .handle import CommunicationError, Handle
+from .handle import CommunicationError, Handle, Wait
 from .ledger import Ledger, broadcast_tree
 from .rounds import Rounds
 from .sums import Route
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 MAX_OBJECT_BYTES = 1 << 26  # of one worker's text in `gather_objects`
 LENGTH, FIRST_BYTES = struct.Struct("<q"), 256  # of the text, before what of it travels in the first step
-Start = Callable[[], Callable[[], Any]]  # starts an operation; returns a function that waits for it
+Start = Callable[[], Wait]  # starts an operation
 
 
 class Communicator(Rounds, ABC):
@@ -160,7 +160,7 @@ class Communicator(Rounds, ABC):
         """
         check.tensor(self, "broadcast", tensor)
         check.rank(self, "broadcast", "root", root)
-        num_bytes = check.num_bytes(tensor)
+        num_bytes = tensor.nbytes
         parents, children = broadcast_tree(self.size, self.rank, root) if num_bytes else ([], [])
         traffic = (len(children), len(children) * num_bytes, len(parents) * num_bytes)
         start = partial(self._start_broadcast, as_bytes(tensor), root)
@@ -287,13 +287,13 @@ class Communicator(Rounds, ABC):
         self._close()
 
     @abstractmethod
-    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         """Run `start` in call order; return a function that waits until the operation is done."""
 
     @abstractmethod
-    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]: ...
+    def _start_all_reduce(self, tensor: Tensor) -> Wait: ...
 
-    def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
+    def _start_all_gather(self, gathered: list[Tensor]) -> Wait:
         """`gathered[r]` receives the bytes of worker r; the own entry holds the bytes to send. Nothing empty is sent."""
         own, others = gathered[self.rank], self._others(gathered)
         return self._start_exchange(
@@ -307,16 +307,16 @@ class Communicator(Rounds, ABC):
         """
         return None
 
-    def _start_slots(self, own: Tensor, slots: Tensor) -> Callable[[], Any]:
+    def _start_slots(self, own: Tensor, slots: Tensor) -> Wait:
         """Gather equal slots, (W, `_slot_bytes`) uint8; `own` holds the bytes to send."""
         raise NotImplementedError
 
     @abstractmethod
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """The tensors are flat uint8, and none is empty."""
 
     @abstractmethod
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]: ...
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait: ...
 
     @abstractmethod
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel: ...
@@ -337,8 +337,8 @@ class Communicator(Rounds, ABC):
         if slot is None:
             # One allocation each, so that every message is aligned and may be viewed as floats.
             gathered = [tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes)]
-            num_bytes = check.num_bytes(tensor)
-            received = sum(map(check.num_bytes, self._others(gathered).values()))
+            num_bytes = tensor.nbytes
+            received = sum(part.nbytes for part in self._others(gathered).values())
             start, used = partial(self._start_all_gather, [as_bytes(part) for part in gathered]), gathered
         else:
             slots = debug.empty(self.size, slot, dtype=torch.uint8, device=tensor.device)
@@ -360,13 +360,13 @@ class Communicator(Rounds, ABC):
             raise ValueError(f"rank {self.rank}: all_gather got sizes and variable=True. Leave one of them out.")
         result: list[Tensor] = []
         start = partial(self._start_gather_variable, tensor.detach(), result, limit)
-        others, num_bytes = self.size - 1, check.num_bytes(tensor)
+        others, num_bytes = self.size - 1, tensor.nbytes
         messages = others * (2 if num_bytes else 1)
         traffic = (messages, others * (8 + num_bytes), 8 * others)
         handle = self._submit("all_gather", [tensor], start, result, traffic, [tensor])
         return Handle(partial(self._count_received, handle))
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Wait:
         """Fill the empty `result` with one tensor per worker, once their sizes are known."""
         length = torch.tensor([tensor.numel()], device=tensor.device)
         lengths = [length if rank == self.rank else debug.empty_like(length) for rank in range(self.size)]
@@ -379,7 +379,7 @@ class Communicator(Rounds, ABC):
         result: list[Tensor] = handle.wait()
         others = self._others(result).values()
         with self._lock:
-            self.ledger.add_received("all_gather", sum(map(check.num_bytes, others)))
+            self.ledger.add_received("all_gather", sum(part.nbytes for part in others))
         for part in others:
             if part.is_cuda:
                 part.record_stream(torch.cuda.current_stream(part.device))  # it was allocated on the issuing stream
@@ -419,7 +419,7 @@ class Communicator(Rounds, ABC):
         unchanged = partial(self._check_unchanged, operation, messages, before)
         return Handle(partial(self._finish, operation, wait, result, unchanged))
 
-    def _finish(self, operation: str, wait: Callable[[], Any], result: Any, check_unchanged: Callable[[], None]) -> Any:
+    def _finish(self, operation: str, wait: Wait, result: Any, check_unchanged: Callable[[], None]) -> Any:
         try:
             wait()
         except Exception as error:

@@ -1,14 +1,16 @@
-"""Tensors as memory: their bytes, and new ones to receive into."""
+"""Tensors as memory: their bytes, new ones to receive into, and what copies results to where they belong."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import debug
+from .handle import Wait
 
 
 def flat_like(tensor: Tensor, numel: int) -> Tensor:
@@ -22,6 +24,19 @@ def as_bytes(tensor: Tensor) -> Tensor:
     if flat.numel() < 2:  # the stride of so few elements may be anything, and `view` asks for 1
         flat = flat.as_strided(flat.shape, (1,))
     return flat.view(torch.uint8)
+
+
+def wait_and_copy(wait: Wait, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Wait, and copy what came to where it belongs.
+
+    Args:
+        wait: for an operation.
+        copies: pairs of a tensor of the caller's and the one in main memory that was written, which may be the same.
+    """
+    wait()
+    for tensor, staged in copies:
+        if staged is not tensor:
+            tensor.copy_(staged, non_blocking=True)
 
 
 class Spare:

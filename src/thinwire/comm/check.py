@@ -19,10 +19,6 @@ SUMMABLE = frozenset(
 )
 
 
-def num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
 def own_process(comm: Communicator) -> None:
     """Not a fork of the process that connected, which has its sockets, and not its threads."""
     if os.getpid() != comm.process:

@@ -1,4 +1,4 @@
-"""The collectives of FSDP as they are, for modules whose communication is no longer encoded."""
+"""Collectives of PyTorch that nothing encodes, by one name in all its versions: FSDP's own, and NCCL's all-gather."""
 
 from __future__ import annotations
 

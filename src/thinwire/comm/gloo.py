@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from .exit import until_exit
-from .handle import CommunicationError, nothing, reason_of
-from .numbered import TaggedMessage, Wait
+from .handle import CommunicationError, Wait, nothing, reason_of
+from .numbered import TaggedMessage
 
 Works = list[tuple[str, Any]]
 """What each operation is called in an error, and the operation."""
@@ -62,15 +61,11 @@ def _begin(operation: Callable[..., Any], message: TaggedMessage) -> Any:
         raise CommunicationError(f"rank {message.peer}: {reason_of(error)}") from error
 
 
-def wait_for_all(works: Works, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> None:
-    """Wait for operations, and copy what came to where it belongs.
-
-    Args:
-        works: what each is called in an error, and the operation.
-        copies: pairs of a tensor of the caller's and the one in main memory that was written, which may be the same.
+def wait_for_all(works: Works) -> None:
+    """Wait for operations.
 
     Raises:
-        CommunicationError: an operation failed.
+        CommunicationError: one failed.
     """
     for what, work in works:
         try:
@@ -78,12 +73,3 @@ def wait_for_all(works: Works, copies: Sequence[tuple[Tensor, Tensor]] = ()) -> 
         except RuntimeError as error:
             reason = reason_of(error)
             raise CommunicationError(f"{what}: {reason}" if what else reason) from error
-    for tensor, staged in copies:
-        if staged is not tensor:
-            tensor.copy_(staged, non_blocking=True)
-
-
-def wait_and_copy(wait: Wait, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Wait, and copy what came to where it belongs; see `wait_for_all`."""
-    wait()
-    wait_for_all([], copies)

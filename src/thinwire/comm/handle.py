@@ -30,6 +30,10 @@ def reason_of(error: Exception) -> str:
     return ADVICE.sub("", " ".join(SOURCE.sub("", text).split()))
 
 
+Wait = Callable[[], Any]
+"""Blocks until an operation that was started is done."""
+
+
 def nothing() -> None:
     """The wait of an operation that is done."""
 

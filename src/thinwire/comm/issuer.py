@@ -12,6 +12,7 @@ from torch import Tensor
 from ..streams import current_stream, refuse_capture, wait_for
 from .background import Background
 from .base import Start
+from .handle import Wait
 
 
 class Issuer(Background):
@@ -21,7 +22,7 @@ class Issuer(Background):
         super().__init__("thinwire-comm")
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def issue(self, device: torch.device, start: Start, queued: list[Tensor] | None = None) -> Callable[[], Any]:
+    def issue(self, device: torch.device, start: Start, queued: list[Tensor] | None = None) -> Wait:
         """Start an operation; returns a function that waits for it.
 
         Where tensors of a GPU go through main memory, it lets the caller's current stream copy what came to where it belongs,

@@ -21,7 +21,7 @@ from . import check
 from .base import Communicator, Start
 from .buffers import as_bytes
 from .channel import HEADER_BYTES, Channel, Message
-from .handle import CommunicationError
+from .handle import CommunicationError, Wait
 from .numbered import Numbers
 
 Box = tuple[Any, ...]  # the name of a channel's mailbox
@@ -213,10 +213,10 @@ class LocalCommunicator(Communicator):
     def _close(self) -> None:
         """Nothing to do."""
 
-    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         return start()
 
-    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+    def _start_all_reduce(self, tensor: Tensor) -> Wait:
         # Others may read it after this worker's sum has overwritten `tensor`.
         own = tensor.clone()
         others = self._others([own] * self.size)
@@ -231,7 +231,7 @@ class LocalCommunicator(Communicator):
         for rank in range(1, self.size):
             tensor += contributions[rank]
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Wait:
         # A mailbox takes messages of any size, so that the call need not wait for sizes.
         others = self._others([tensor.clone()] * self.size)
         take = self._post(others, list(others))
@@ -243,7 +243,7 @@ class LocalCommunicator(Communicator):
 
         return finish
 
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         # One copy of each tensor, to however many peers it goes.
         copies = {id(tensor): tensor.clone() for tensor in sends.values()}
         take = self._post({peer: copies[id(tensor)] for peer, tensor in sends.items()}, list(receives))
@@ -254,7 +254,7 @@ class LocalCommunicator(Communicator):
             self._require_same(tensor, messages[peer], peer)
             tensor.copy_(messages[peer])
 
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         if self.rank == root:
             return self._start_exchange(self._others([tensor] * self.size), {})
         return self._start_exchange({}, {root: tensor})

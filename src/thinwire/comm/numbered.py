@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import count
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from torch import Tensor
 
 from .buffers import as_bytes
-
-Wait = Callable[[], Any]
+from .handle import Wait
 
 
 class TaggedMessage(NamedTuple):

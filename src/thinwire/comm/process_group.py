@@ -31,11 +31,12 @@ from .. import debug
 from .addresses import own_address
 from .background import Later
 from .base import Communicator, Start
+from .buffers import wait_and_copy
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
-from .gloo import GlooPeers, wait_and_copy, wait_for_all
-from .handle import CommunicationError, reason_of
+from .gloo import GlooPeers, wait_for_all
+from .handle import CommunicationError, Wait, nothing, reason_of
 from .issuer import Issuer
 from .ledger import Ledger
 from .numbered import Numbers
@@ -154,12 +155,12 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- issuing ----
 
-    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         device = self._device_of(tensors)
         goes_through_memory = self._backends[device.type] == "gloo"
         return partial(self._complete, self._issuer.issue(device, start, None if goes_through_memory else tensors))
 
-    def _complete(self, wait: Callable[[], Any]) -> None:
+    def _complete(self, wait: Wait) -> None:
         try:
             with until_exit(self._hang_up):
                 wait()
@@ -188,14 +189,14 @@ class ProcessGroupCommunicator(Communicator):
 
     # ---- primitives ----
 
-    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+    def _start_all_reduce(self, tensor: Tensor) -> Wait:
         if tensor.numel() == 0:
-            return partial(wait_for_all, [])
+            return nothing
         sent = self._sendable(tensor)
         if self._sums is not None and self._backends[tensor.device.type] == "gloo":
             return partial(wait_and_copy, self._sums.start(sent), [(tensor, sent)])
         work = dist.all_reduce(sent, group=self._group, async_op=True)
-        return partial(wait_for_all, [("", work)], [(tensor, sent)])
+        return partial(wait_and_copy, partial(wait_for_all, [("", work)]), [(tensor, sent)])
 
     def _slot_bytes(self, device: torch.device, sizes: list[int]) -> int | None:
         slot = -(-max(sizes) // SLOT_MULTIPLE) * SLOT_MULTIPLE
@@ -203,22 +204,23 @@ class ProcessGroupCommunicator(Communicator):
         few = padding < self.size * SLOT_MULTIPLE + sum(sizes) // MOST_PADDING
         return slot if slot and few and self._backends.get(device.type) == "nccl" else None
 
-    def _start_slots(self, own: Tensor, slots: Tensor) -> Callable[[], Any]:
+    def _start_slots(self, own: Tensor, slots: Tensor) -> Wait:
         slot = slots[self.rank]
         slot[: own.numel()].copy_(own)
         slot[own.numel() :].zero_()
         work = gather_shards(slots.view(-1), slot, group=self._group, async_op=True)
         return partial(wait_for_all, [("", work)])
 
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         if tensor.numel() == 0:
-            return partial(wait_for_all, [])
+            return nothing
         is_root = self.rank == root
         sent = self._sendable(tensor, copied=is_root)
         work = dist.broadcast(sent, self.global_ranks[root], group=self._group, async_op=True)
-        return partial(wait_for_all, [(f"from rank {root}", work)], [] if is_root else [(tensor, sent)])
+        wait = partial(wait_for_all, [(f"from rank {root}", work)])
+        return wait if is_root else partial(wait_and_copy, wait, [(tensor, sent)])
 
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         if any(self._backends[t.device.type] == "nccl" for t in (*sends.values(), *receives.values())):
             return self._start_grouped(sends, receives)
         landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
@@ -226,7 +228,8 @@ class ProcessGroupCommunicator(Communicator):
         once = {id(tensor): tensor for tensor in sends.values()}  # to however many it goes
         staged = dict(zip(once, self._all_sendable(list(once.values())), strict=True))
         works += [(f"to rank {peer}", self._begin(dist.isend, staged[id(t)], peer)) for peer, t in sends.items()]
-        return partial(wait_for_all, works, [(receives[peer], tensor) for peer, tensor in landing.items()])
+        copies = [(receives[peer], tensor) for peer, tensor in landing.items()]
+        return partial(wait_and_copy, partial(wait_for_all, works), copies)
 
     def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
@@ -257,7 +260,7 @@ class ProcessGroupCommunicator(Communicator):
         assert work is not None, "this process is in the group"
         return work
 
-    def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_grouped(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         operations = [dist.P2POp(dist.irecv, t, self.global_ranks[p], self._group) for p, t in receives.items()]
         operations += [dist.P2POp(dist.isend, t, self.global_ranks[p], self._group) for p, t in sends.items()]
         return partial(wait_for_all, [("", work) for work in dist.batch_isend_irecv(operations)])

@@ -23,8 +23,8 @@ from torch import Tensor
 from .. import debug
 from .background import Later
 from .buffers import Spare
-from .handle import nothing
-from .numbered import Numbers, Post, Wait
+from .handle import Wait, nothing
+from .numbered import Numbers, Post
 from .reduction import Reduction, reduce_into, summing
 
 PIECE_BYTES, SWAP_BYTES, MAX_PIECES = 1 << 21, 1 << 20, 8  # of a tensor: added while the next piece is on its way

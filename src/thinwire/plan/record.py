@@ -31,7 +31,7 @@ from ..algorithm import require
 from ..average import Averager
 from ..average.base import NamedTensors
 from ..clock import Clock
-from ..comm import Communicator, Handle, Layout, Ledger, check
+from ..comm import Communicator, Handle, Layout, Ledger
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
 from ..comm.sums import Route
@@ -269,14 +269,14 @@ class Recorder(Communicator):
         return lambda: self.actions.append(Wait(number))
 
     def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
-        return self._note(all_reduce(self.route, check.num_bytes(tensor)))
+        return self._note(all_reduce(self.route, tensor.nbytes))
 
     def _start_all_gather(self, gathered: list[Tensor]) -> Callable[[], Any]:
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
         result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
-        return self._note(gather_of_sizes(list(self._others(result)), check.num_bytes(tensor)))
+        return self._note(gather_of_sizes(list(self._others(result)), tensor.nbytes))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         if self._mail is not None:
@@ -297,11 +297,11 @@ class Recorder(Communicator):
 
     def _note_messages(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         """Empty messages count too, with no bytes: another worker may have none where this one has some."""
-        sides = [tuple((peer, check.num_bytes(t)) for peer, t in side.items()) for side in (sends, receives)]
+        sides = [tuple((peer, t.nbytes) for peer, t in side.items()) for side in (sends, receives)]
         return self._note(PeerMessages(sides[0], sides[1]))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
-        return self._note(broadcast(self.size, self.rank, root, check.num_bytes(tensor)))
+        return self._note(broadcast(self.size, self.rank, root, tensor.nbytes))
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         raise NotImplementedError("asynchronous averaging has no rounds to record")

@@ -91,23 +91,20 @@ def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     return next((name for name, t in tensors if not bool(torch.isfinite(t).all())), None)
 
 
-def first_culprit(own: str | None, comm: Communicator, shards: Replica | None = None) -> str:
+def first_culprit(own: str | None, comm: Communicator, shards: Replica) -> str:
     """The first worker, and its first parameter, that was not finite. All workers call it and get the same.
 
     Args:
         own: the first parameter of this worker that was not finite, if one was.
         comm: connects the workers.
-        shards: the workers that hold the other shards of the model; None for none.
+        shards: the workers that hold the other shards of the model.
 
     Example:
         >>> import thinwire as tw
-        >>> tw.LocalWorld(2).run(lambda comm: first_culprit("head.weight" if comm.rank else None, comm))[0]
+        >>> shards = Replica("Gradients", torch.nn.Linear(1, 1))  # not sharded
+        >>> tw.LocalWorld(2).run(lambda comm: first_culprit("head.weight" if comm.rank else None, comm, shards))[0]
         "first on rank 1, parameter 'head.weight'"
     """
     names = enumerate(comm.gather_objects(own))
     found = next((f"first on rank {rank}, parameter {name!r}" for rank, name in names if name is not None), None)
-    if shards is not None:
-        found = shards.first(found)
-    if found is not None:
-        return found
-    return "every worker's own gradients were finite, and their average was not"
+    return shards.first(found) or "every worker's own gradients were finite, and their average was not"

@@ -11,6 +11,7 @@ from ..average import Averager
 from ..comm import Communicator, LocalWorld
 from ..membership import rewind
 from .algorithm import check_algorithm
+from .random import untouched_random_state
 from .state import check_joining, check_redistribution, of_kind, same
 
 # Also a tensor of one dimension, which `Mean` sends dense unless `min_ndim` is lower.
@@ -49,9 +50,9 @@ def check_averager(
     """
     check_algorithm(averager, Averager, named)
     for size in sizes:
-        world, random_state = LocalWorld(size), torch.get_rng_state()
-        plain = world.run(_rounds, averager, None)
-        assert torch.equal(torch.get_rng_state(), random_state), f"{averager} touched the global random state"
+        world = LocalWorld(size)
+        with untouched_random_state(averager):
+            plain = world.run(_rounds, averager, None)
         again = world.run(_rounds, averager, None)
         # In two places, because an adaptive codec may learn anew right after one of them.
         resumed = [world.run(_rounds, averager, at) for at in (3, 4)]

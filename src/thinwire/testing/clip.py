@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..average import Clip
 from .algorithm import check_algorithm, described
+from .random import normal, untouched_random_state
 
 SHAPES = [(), (0,), (7,), (13, 5), (3, 4, 5)]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -35,15 +36,14 @@ def check_clip(clip: Clip, named: bool = True) -> None:
         >>> check_clip(tw.average.ClipByNorm(1.0))
     """
     check_algorithm(clip, Clip, named)
-    random_state = torch.get_rng_state()
-    for num_workers in (1, 4):
-        for i, shape in enumerate(SHAPES):
-            for dtype in DTYPES:
-                gradient = _normal(shape, i).to(dtype)
-                _check_finite(clip, gradient.mT if gradient.ndim > 1 else gradient, num_workers)
-    _check_bound(clip)
-    _check_not_finite(clip)
-    assert torch.equal(torch.get_rng_state(), random_state), f"{clip} touched the global random state"
+    with untouched_random_state(clip):
+        for num_workers in (1, 4):
+            for i, shape in enumerate(SHAPES):
+                for dtype in DTYPES:
+                    gradient = normal(shape, i).to(dtype)
+                    _check_finite(clip, gradient.mT if gradient.ndim > 1 else gradient, num_workers)
+        _check_bound(clip)
+        _check_not_finite(clip)
 
 
 def _check_finite(clip: Clip, gradient: Tensor, num_workers: int) -> None:
@@ -62,7 +62,7 @@ def _check_finite(clip: Clip, gradient: Tensor, num_workers: int) -> None:
 
 def _check_bound(clip: Clip) -> None:
     # Squares of such numbers overflow in float32.
-    huge, larger = (_norm(_apply(clip, _normal((13, 5), 3) * scale, 4)) for scale in (1e20, 1e30))
+    huge, larger = (_norm(_apply(clip, normal((13, 5), 3) * scale, 4)) for scale in (1e20, 1e30))
     assert 0 < huge, f"{clip}: a huge gradient became zero"
     # The rounding of float32.
     is_bounded = math.isclose(huge, larger, rel_tol=1e-6)
@@ -71,7 +71,7 @@ def _check_bound(clip: Clip) -> None:
 
 def _check_not_finite(clip: Clip) -> None:
     for bad in (math.inf, -math.inf, math.nan):
-        gradient = _normal((13, 5), 4)
+        gradient = normal((13, 5), 4)
         gradient[2, 3] = bad
         # The norm over all workers is not finite then, either; another worker's gradient may be the reason alone.
         for norm in (2.0, math.inf, math.nan):
@@ -94,7 +94,3 @@ def _apply(clip: Clip, gradient: Tensor, num_workers: int, norm: float = 2.0) ->
 
 def _norm(x: Tensor) -> float:
     return float(torch.linalg.vector_norm(x, dtype=torch.float64))
-
-
-def _normal(shape: tuple[int, ...], seed: int) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")

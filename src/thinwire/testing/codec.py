@@ -13,6 +13,7 @@ from .. import kernels
 from ..codec import Codec, Key
 from ..codec.base import add_sections, join_payloads, split_payload
 from .algorithm import check_algorithm, described
+from .random import normal, untouched_random_state
 
 # 1500 and 9100 elements fill several buckets of 512 and leave a shorter last one.
 SHAPES = [(), (1,), (0,), (7,), (13, 5), (3, 4, 5), (1500,), (70, 130)]
@@ -43,7 +44,7 @@ def check_codec(codec: Codec, named: bool = True, device: torch.device | str = "
     check_algorithm(codec, Codec, named)
     device = torch.empty(0, device=device).device  # with its index
     for i, shape in enumerate(SHAPES):
-        check_encoding(codec, _normal(shape, i, device), Key(seed=i))
+        check_encoding(codec, normal(shape, i, device), Key(seed=i))
     for i, x in enumerate(_hard_values()):
         check_encoding(codec, x.to(device), Key(seed=i))
     _check_input(codec, device)
@@ -119,7 +120,7 @@ def check_traits(codec: Codec, device: torch.device | str = "cpu") -> None:
         >>> check_traits(tw.chain(tw.RandomK(0.1, shared=True), tw.Cast()))
     """
     device = torch.empty(0, device=device).device  # with its index
-    traits, key, xs = codec.traits, Key(seed=5), [_normal((30, 20), i, device) for i in range(2)]
+    traits, key, xs = codec.traits, Key(seed=5), [normal((30, 20), i, device) for i in range(2)]
     payloads = [codec.encode(x, key) for x in xs]
     decoded = [_decoded(codec, payload, x.shape, key) for payload, x in zip(payloads, xs, strict=True)]
     _check_size(codec, payloads[0], codec.nbytes(xs[0].shape), f"{codec}")
@@ -176,11 +177,10 @@ def _check_size(codec: Codec, payload: Tensor, expected: int, where: str) -> Non
 
 def _check_input(codec: Codec, device: torch.device) -> None:
     """Float types, strides, and the global random state."""
-    key, x = Key(seed=5), _normal((40, 30), 3, device)
-    state = torch.get_rng_state()
-    payload = codec.encode(x, key)
-    codec.decode(payload, x.shape, key)
-    assert torch.equal(torch.get_rng_state(), state), f"{codec}: encode or decode touched the global random state"
+    key, x = Key(seed=5), normal((40, 30), 3, device)
+    with untouched_random_state(f"{codec}: encode or decode"):
+        payload = codec.encode(x, key)
+        codec.decode(payload, x.shape, key)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(99)
         assert torch.equal(codec.encode(x, key), payload), f"{codec}: bytes depend on the global random state"
@@ -192,7 +192,7 @@ def _check_input(codec: Codec, device: torch.device) -> None:
 
 def _check_sums(codec: Codec, bad: float | None, device: torch.device) -> None:
     """`decode_sum` of three payloads is `decode_add` of each, and its flag says whether all of it is finite."""
-    key, xs = Key(seed=5), [_normal((30, 20), i, device) for i in range(3)]
+    key, xs = Key(seed=5), [normal((30, 20), i, device) for i in range(3)]
     if bad is not None:
         xs[1][7, 7] = bad
     payloads = [codec.encode(x, key) for x in xs]
@@ -207,7 +207,7 @@ def _check_sums(codec: Codec, bad: float | None, device: torch.device) -> None:
 
 
 def _check_weight(codec: Codec, device: torch.device) -> None:
-    key, payload = Key(seed=1), codec.encode(_normal((777,), 2, device), Key(seed=1))
+    key, payload = Key(seed=1), codec.encode(normal((777,), 2, device), Key(seed=1))
     out, start = torch.arange(777.0, device=device), torch.arange(777, dtype=torch.float64, device=device)
     codec.decode_add(payload, out, 0.25, key)
     expected = start + 0.25 * _decoded(codec, payload, (777,), key).double()
@@ -218,7 +218,7 @@ def _check_weight(codec: Codec, device: torch.device) -> None:
 
 def _check_segments(codec: Codec, device: torch.device) -> None:
     """Keys and values of other segments must not change what a segment decodes to."""
-    xs = [_normal(shape, i, device) for i, shape in enumerate(((1000,), (6, 7), (1,), (0,), (37,)))]
+    xs = [normal(shape, i, device) for i, shape in enumerate(((1000,), (6, 7), (1,), (0,), (37,)))]
     keys = [Key(7, stream, 2) for stream in range(len(xs))]
     residuals, sizes = [torch.empty_like(x) for x in xs], [x.shape for x in xs]
     payload = codec.encode(xs, keys, residuals)
@@ -249,7 +249,7 @@ def _check_not_finite(codec: Codec, device: torch.device) -> None:
     for bad in (math.inf, -math.inf, math.nan):
         # The first element, the last one of a bucket of 512, and the last one of all.
         for position in (0, 511, 1499):
-            x, key = _normal((1500,), position, device), Key(seed=3)
+            x, key = normal((1500,), position, device), Key(seed=3)
             x[position] = bad
             decoded = _decoded(codec, codec.encode(x, key), x.shape, key)
             assert not decoded.isfinite().all(), f"{codec}: element {position}, {bad}, was lost"
@@ -260,7 +260,7 @@ def _check_not_finite(codec: Codec, device: torch.device) -> None:
 
 def _check_addresses(codec: Codec, device: torch.device) -> None:
     """An unaligned payload reads as an aligned one; one that is cut short is refused."""
-    x, key = _normal((30, 20), 0, device), Key(seed=5)
+    x, key = normal((30, 20), 0, device), Key(seed=5)
     payload = codec.encode(x, key)
 
     def decoded(payload: Tensor) -> list[Tensor]:
@@ -339,8 +339,8 @@ def _decoded(codec: Codec, payload: Tensor, shape: tuple[int, ...], key: Key) ->
 def _hard_values() -> list[Tensor]:
     """Zeros of both signs, the smallest and the largest numbers, ties, and one large element among small ones."""
     largest, smallest = torch.finfo(torch.float32).max, 2.0**-149
-    ties = _normal((600,), 1).round()
-    outlier = _normal((600,), 2) * 1e-30
+    ties = normal((600,), 1).round()
+    outlier = normal((600,), 2) * 1e-30
     outlier[100] = largest
     return [
         torch.zeros(13, 5, device="cpu"),
@@ -360,8 +360,3 @@ def _same(a: Tensor, b: Tensor) -> bool:
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     """Whether numbers of four bytes are the same: -0 is not 0, and a NaN equals itself."""
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.int32), b.view(torch.int32))
-
-
-def _normal(shape: tuple[int, ...], seed: int, device: torch.device | str = "cpu") -> Tensor:
-    # Drawn on the CPU, so that every device gets the same numbers.
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu").to(device)

@@ -15,6 +15,7 @@ from ..codec import QSGD, SVD, Cast, Codec, Identity, RandomK, SignSGD, TernGrad
 from ..memory import ErrorFeedback
 from ..plan.replay import Replay
 from .exchange_round import EVEN, ExchangeRound, Outcome, flat, run
+from .random import untouched_random_state
 
 CODECS: tuple[Codec, ...] = (
     Identity(),
@@ -63,17 +64,17 @@ def check_exchange(
         >>> check_exchange(EXCHANGES["all_gather"], sizes=[3])
     """
     assert isinstance(exchange, Exchange), f"expected an object of a class derived from Exchange, got {exchange!r}"
-    random_state, accepted = torch.get_rng_state(), [codec for codec in codecs if _accepts(exchange, codec)]
+    accepted = [codec for codec in codecs if _accepts(exchange, codec)]
     assert accepted, f"{exchange.word}: `check` refuses all of {', '.join(map(str, codecs))}"
     alone = [(size, 1) for size in sizes]
-    for i, codec in enumerate(accepted):
-        for j, (size, workers_per_node) in enumerate([*alone, *(nodes if exchange.needs_nodes else ())]):
-            # Each codec, and each size, with and without merging.
-            merged = (i + j) % 2 == 1 and not codec.traits.by_layer
-            _check_round(ExchangeRound(exchange, codec, size, workers_per_node, merged=merged))
-        for size, workers_per_node in [*alone, *nodes]:
-            _check_cost(ExchangeRound(exchange, codec, size, workers_per_node, EVEN))
-    assert torch.equal(torch.get_rng_state(), random_state), f"{exchange.word} touched the global random state"
+    with untouched_random_state(exchange.word):
+        for i, codec in enumerate(accepted):
+            for j, (size, workers_per_node) in enumerate([*alone, *(nodes if exchange.needs_nodes else ())]):
+                # Each codec, and each size, with and without merging.
+                merged = (i + j) % 2 == 1 and not codec.traits.by_layer
+                _check_round(ExchangeRound(exchange, codec, size, workers_per_node, merged=merged))
+            for size, workers_per_node in [*alone, *nodes]:
+                _check_cost(ExchangeRound(exchange, codec, size, workers_per_node, EVEN))
     assert not vars(exchange), f"{exchange.word}: an exchange is an object without fields, got {sorted(vars(exchange))}"
 
 

@@ -12,6 +12,7 @@ from ..codec import Codec, Key, TopK
 from ..membership import check_state
 from ..memory import Memory
 from .algorithm import check_algorithm, described
+from .random import normal, untouched_random_state
 from .state import check_joining, check_redistribution, same
 
 NUMEL = 100
@@ -40,9 +41,8 @@ def check_memory(memory: Memory, codec: Codec = TopK(0.1), named: bool = True, r
         >>> check_memory(tw.ErrorFeedback())
     """
     check_algorithm(memory, Memory, named)
-    random_state = torch.get_rng_state()
-    plain, state = _rounds(memory, codec, _init(memory), range(6))
-    assert torch.equal(torch.get_rng_state(), random_state), f"{memory} touched the global random state"
+    with untouched_random_state(memory):
+        plain, state = _rounds(memory, codec, _init(memory), range(6))
 
     before = state.state_dict()
     kept = not before or not same(before, _init(memory).state_dict())
@@ -80,7 +80,7 @@ def _init(memory: Memory) -> Any:
 def _rounds(memory: Memory, codec: Codec, state: Any, steps: range, scale: float = 1.0) -> tuple[list[Tensor], Any]:
     results = []
     for step in steps:
-        gradient = torch.randn(NUMEL, generator=torch.Generator().manual_seed(step), device="cpu") * scale
+        gradient = normal((NUMEL,), step) * scale
         results.append(_round(memory, codec, state, gradient, step, scale))
         memory.commit(state)
     return results, state

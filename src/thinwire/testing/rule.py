@@ -10,6 +10,7 @@ from torch import Tensor
 from ..average import Rule
 from ..average.robust.base import Combined, Messages
 from .algorithm import check_algorithm, described
+from .random import normal, untouched_random_state
 
 NUMELS = [7, 0, 30, 3]
 LARGE = [1 << 17]  # elements whose sum PyTorch gives to several threads
@@ -37,15 +38,15 @@ def check_rule(rule: Rule, named: bool = True) -> None:
         >>> check_rule(tw.average.Krum(faulty=1))
     """
     check_algorithm(rule, Rule, named)
-    size, random_state = max(8, rule.min_workers), torch.get_rng_state()
-    rule.check_size(0, size)
-    first = _combine(rule, _messages(rule, size))
-    # A round with fewer than half of the workers is not combined.
-    for k in range((size + 1) // 2, size):
-        _combine(rule, replace(_messages(rule, k, seed=k), left_out=size - k))
-    for what, rows in _hard_rows(size):
-        _combine(rule, replace(_messages(rule, size), rows=rows), what)
-    assert torch.equal(torch.get_rng_state(), random_state), f"{rule} touched the global random state"
+    size = max(8, rule.min_workers)
+    with untouched_random_state(rule):
+        rule.check_size(0, size)
+        first = _combine(rule, _messages(rule, size))
+        # A round with fewer than half of the workers is not combined.
+        for k in range((size + 1) // 2, size):
+            _combine(rule, replace(_messages(rule, k, seed=k), left_out=size - k))
+        for what, rows in _hard_rows(size):
+            _combine(rule, replace(_messages(rule, size), rows=rows), what)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(99)
         again = _combine(rule, _messages(rule, size))
@@ -99,7 +100,7 @@ def _check_vector(what: str, vector: Tensor, dtype: torch.dtype, numel: int) -> 
 
 
 def _hard_rows(size: int) -> list[tuple[str, Tensor]]:
-    rows = _normal(size, sum(NUMELS), seed=1)
+    rows = normal((size, sum(NUMELS)), seed=1)
     huge = rows.clone()
     huge[1] = LARGEST * rows[1].sign()
     return [
@@ -110,12 +111,8 @@ def _hard_rows(size: int) -> list[tuple[str, Tensor]]:
 
 
 def _messages(rule: Rule, k: int, numels: list[int] = NUMELS, seed: int = 0) -> Messages:
-    rows = _normal(k + 1, sum(numels), seed)
+    rows = normal((k + 1, sum(numels)), seed)
     return Messages(rows[:k], numels, center=rows[k] if rule.has_center else None, seed=seed)
-
-
-def _normal(k: int, n: int, seed: int) -> Tensor:
-    return torch.randn(k, n, generator=torch.Generator().manual_seed(seed), device="cpu")
 
 
 def _same(a: Combined, b: Combined) -> bool:

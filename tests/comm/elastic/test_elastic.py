@@ -23,7 +23,8 @@ from thinwire import Mean
 from thinwire.comm import CommunicationError, ElasticCommunicator, LocalWorld
 from thinwire.comm.elastic import communicator, lighthouse, quorums
 from thinwire.comm.elastic.groups import Groups
-from thinwire.comm.elastic.lighthouse import Asker, Missing, met, store_at
+from thinwire.comm.elastic.lighthouse import Asker
+from thinwire.comm.elastic.meeting import Missing, met, store_at
 from thinwire.comm.elastic.quorums import QuorumClient
 from thinwire.comm.ledger import Traffic
 from thinwire.comm.tls.store import OwnStore

@@ -16,7 +16,7 @@ from helpers.program import Program, wait_until
 import thinwire as tw
 from thinwire.comm import ElasticCommunicator, Lighthouse
 from thinwire.comm.elastic import forming
-from thinwire.comm.elastic.lighthouse import Missing
+from thinwire.comm.elastic.meeting import Missing
 from thinwire.comm.members import Diverged, LeftOut
 
 

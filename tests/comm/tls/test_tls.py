@@ -21,9 +21,9 @@ from helpers.program import wait_until
 from helpers.threads import failing_once
 
 from thinwire.comm import CommunicationError, sockets
-from thinwire.comm.elastic import lighthouse
+from thinwire.comm.elastic import meeting
 from thinwire.comm.elastic.groups import Groups
-from thinwire.comm.elastic.lighthouse import met
+from thinwire.comm.elastic.meeting import met
 from thinwire.comm.store import connected_store, gathering, listening_store
 from thinwire.comm.tls import connections
 from thinwire.comm.tls import store as tls_store
@@ -479,7 +479,7 @@ def test_workers_that_meet_in_one_for_a_round_connect_with_it_once_and_leave_no_
     """Each round with other workers made two connections, one after the other, and left both; a store takes some thousands."""
     ours = listening_store("127.0.0.1", 0, SOON, credentials[0])
     place, before, made = f"127.0.0.1:{ours.port}", set(tls_store._open), []
-    monkeypatch.setattr(lighthouse, "OwnStore", lambda *args: made.append(connected_store(*args)) or made[-1])
+    monkeypatch.setattr(meeting, "OwnStore", lambda *args: made.append(connected_store(*args)) or made[-1])
     rounds = Groups(SOON, credentials[1])
     with met(place, "round", 0, 1, SOON, credentials[1]) as store:
         rounds.connect(store, 0, 1, SOON)

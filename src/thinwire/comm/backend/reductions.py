@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..reduction import Reduction, combine
+from ..reduction import Reduction, combine, summing
 
 Kind = Any  # PyTorch's type for these is `ReduceOp` itself
 OPERATIONS: dict[Kind, Callable[..., Tensor]] = {
@@ -38,12 +38,11 @@ def reduction_of(op: Any, dtype: torch.dtype) -> Reduction:
         raise ValueError(
             f"ReduceOp.{name_of(op)} is not defined for {dtype}; convert the tensor, or choose another operation"
         )
-    operation = OPERATIONS[kind]
     if averages:
-        return partial(_mean, operation)
+        return _mean
     if kind == dist.ReduceOp.PREMUL_SUM:
-        return partial(_scaled, operation, op.__getstate__()[1])
-    return partial(combine, operation)
+        return partial(_scaled_sum, op.__getstate__()[1])
+    return partial(combine, OPERATIONS[kind])
 
 
 def name_of(op: Any) -> str:
@@ -51,13 +50,13 @@ def name_of(op: Any) -> str:
     return str(getattr(op, "op", op)).rpartition(".")[2]
 
 
-def _mean(operation: Callable[..., Tensor], terms: Sequence[Tensor], out: Tensor) -> None:
-    combine(operation, terms, out)
+def _mean(terms: Sequence[Tensor], out: Tensor) -> None:
+    summing(terms, out)
     out.div_(len(terms))
 
 
-def _scaled(operation: Callable[..., Tensor], factor: float | Tensor, terms: Sequence[Tensor], out: Tensor) -> None:
-    combine(operation, [term * factor for term in terms], out)
+def _scaled_sum(factor: float | Tensor, terms: Sequence[Tensor], out: Tensor) -> None:
+    summing([term * factor for term in terms], out)
 
 
 def _divides(dtype: torch.dtype) -> bool:

@@ -54,7 +54,7 @@ from ...algorithm import require
 from ...options import require_integer, require_number
 from ..base import Communicator, Start
 from ..channel import Channel
-from ..handle import CommunicationError, nothing
+from ..handle import CommunicationError, Wait, nothing
 from ..issuer import Issuer
 from ..members import LeftOut, Loss, LostRounds, Members, RoundCounts, Shared
 from ..notice import said_if_late
@@ -482,7 +482,7 @@ class ElasticCommunicator(Communicator):
         self._issuer.submit(done.set)
         done.wait(self._timeout.total_seconds())
 
-    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         if self.size == 1:
             return start()
         if self._error is not None:
@@ -490,12 +490,12 @@ class ElasticCommunicator(Communicator):
         device = tensors[0].device if tensors else torch.device("cpu")
         return partial(self._complete, self._issuer.issue(device, partial(self._begun, start)))
 
-    def _begun(self, start: Start) -> Callable[[], Any]:
+    def _begun(self, start: Start) -> Wait:
         if self._error is not None:
             raise CommunicationError(f"the round has failed: {self._error}")
         return start()
 
-    def _complete(self, wait: Callable[[], Any]) -> None:
+    def _complete(self, wait: Wait) -> None:
         try:
             self._asker.expect(self._groups.limit.total_seconds())
             wait()
@@ -507,13 +507,13 @@ class ElasticCommunicator(Communicator):
                 self._groups.hang_up()
             raise
 
-    def _start_all_reduce(self, tensor: Tensor) -> Callable[[], Any]:
+    def _start_all_reduce(self, tensor: Tensor) -> Wait:
         return self._groups.all_reduce(tensor) if self.size > 1 and tensor.numel() else nothing
 
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         return self._groups.broadcast(tensor, root) if self.size > 1 and tensor.numel() else nothing
 
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         return self._groups.exchange(sends, receives) if sends or receives else nothing
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:

@@ -28,15 +28,8 @@ from ..tls.store import OwnStore
 from .claims import Claim, at_relay, choose, place_of, read_claim
 from .groups import Groups
 from .history import History
-from .lighthouse import (
-    HEARTBEAT_SECONDS,
-    Asker,
-    Missing,
-    met,
-    reach,
-    store_at,
-    try_sockets,
-)
+from .lighthouse import HEARTBEAT_SECONDS, Asker
+from .meeting import Missing, met, reach, store_at, try_sockets
 from .quorums import QuorumClient
 from .replica import Processes
 

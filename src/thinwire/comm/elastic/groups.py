@@ -8,15 +8,14 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from ..gloo import wait_and_copy
-from ..handle import CommunicationError
-from ..numbered import Wait
+from ..buffers import wait_and_copy
+from ..handle import CommunicationError, Wait
 from ..sums import Route
 from ..tcp import TcpCommunicator
 from ..tcp.connections import WrongContact
 from ..tcp.endpoint import require_engine
 from ..tls.credentials import Credentials
-from .lighthouse import Missing
+from .meeting import Missing
 
 
 class Groups:

@@ -50,17 +50,16 @@ def packed(state: Any) -> Tensor:
         >>> unpacked(packed(state))[0], unpacked(packed(state))["rounds"], unpacked(packed(state))["weights"].shape
         ({'betas': (0.9, inf)}, [1, None, 'a'], torch.Size([2, 3]))
     """
-    parts: list[Tensor] = []
+    parts = _Parts()
     text = json.dumps(_described(state, parts, 0)).encode()
     begin = LENGTH.size + len(text)
-    total = begin + sum(map(_room, parts)) + ALIGNMENT
+    total = begin + parts.end + ALIGNMENT
     # Zeros between tensors: equal states must have equal bytes, because their hashes are compared.
     payload = torch.zeros(total, dtype=torch.uint8, device="cpu")
     payload[:begin] = torch.frombuffer(bytearray(LENGTH.pack(len(text)) + text), dtype=torch.uint8)
-    at = tensors_begin(payload)
-    for part in parts:
-        payload[at : at + part.numel()] = part
-        at += _room(part)
+    tensors = payload[tensors_begin(payload) :]
+    for place, part in parts.placed:
+        tensors[place : place + part.numel()] = part
     return payload
 
 
@@ -81,8 +80,7 @@ def unpacked(payload: Tensor, mesh: dist.DeviceMesh | None = None) -> Any:
         if begin > payload.numel():
             raise ValueError(f"its description has {length} bytes, and all of it {payload.numel()}")
         described = json.loads(payload[LENGTH.size : begin].numpy().tobytes())
-        tensors = payload[-(-begin // ALIGNMENT) * ALIGNMENT :]
-        return _read(described, _Tensors(tensors, mesh), 0)
+        return _read(described, _Tensors(payload[_aligned(begin) :], mesh), 0)
     except (struct.error, TypeError, KeyError, IndexError, RuntimeError, RecursionError) as error:  # of PyTorch as well
         raise ValueError(f"the bytes are not those of a state: {error}") from None
 
@@ -90,14 +88,28 @@ def unpacked(payload: Tensor, mesh: dist.DeviceMesh | None = None) -> Any:
 def tensors_begin(payload: Tensor) -> int:
     """Where the tensors begin in what `packed` returns: their places do not depend on the values before."""
     (length,) = LENGTH.unpack(payload[: LENGTH.size].numpy().tobytes())
-    return -(-(LENGTH.size + int(length)) // ALIGNMENT) * ALIGNMENT
+    return _aligned(LENGTH.size + int(length))
 
 
-def _room(part: Tensor) -> int:
-    return -(-part.numel() // ALIGNMENT) * ALIGNMENT
+def _aligned(num_bytes: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
-def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
+class _Parts:
+    """The tensors of a state, as bytes, each with its place among them."""
+
+    def __init__(self) -> None:
+        self.placed, self.end = list[tuple[int, Tensor]](), 0
+
+    def put(self, part: Tensor) -> int:
+        """Add the bytes of a tensor; returns their place."""
+        place, self.end = self.end, self.end + _aligned(part.numel())
+        self.placed.append((place, part))
+        return place
+
+
+def _described(value: Any, parts: _Parts, depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise TypeError(f"a state has at most {MAX_DEPTH} levels")
     if value is None or isinstance(value, (bool, int, float, str)):
@@ -108,8 +120,7 @@ def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
         dtype = str(value.dtype).removeprefix("torch.")
         if dtype not in DTYPES or value.layout != torch.strided:
             raise TypeError(f"a state has no {value.layout} tensors of {value.dtype}")
-        place = sum(map(_room, parts))
-        parts.append(as_bytes(value.detach().cpu().contiguous().view(-1)))
+        place = parts.put(as_bytes(value.detach().cpu().contiguous().view(-1)))
         return ["tensor", dtype, list(value.shape), place]
     if isinstance(value, Mapping):
         return ["dict", *([_described(k, parts, depth + 1), _described(v, parts, depth + 1)] for k, v in value.items())]
@@ -118,7 +129,7 @@ def _described(value: Any, parts: list[Tensor], depth: int) -> Any:
     raise TypeError(f"a state has plain values and tensors, got {type(value).__name__}")
 
 
-def _described_shard(value: Any, parts: list[Tensor], depth: int) -> Any:
+def _described_shard(value: Any, parts: _Parts, depth: int) -> Any:
     library = sys.modules["torch.distributed.tensor"]
     (placement,) = value.placements if value.device_mesh.ndim == 1 else (None,)
     if type(placement) not in (library.Shard, library.Replicate):
@@ -142,7 +153,7 @@ class _Tensors:
             raise ValueError(
                 f"it has a tensor of {num_bytes} bytes at byte {place}, and all have {self._payload.numel()}"
             )
-        self._end += -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        self._end += _aligned(num_bytes)
         return self._payload[place : place + num_bytes].clone().view(dtype).view(shape)
 
     def joined(self, part: Any, shape: Any, stride: Any, dim: Any) -> Tensor:

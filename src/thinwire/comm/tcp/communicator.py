@@ -19,7 +19,7 @@ A line that is cut is no error as long as it comes back within the time limit; s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +33,7 @@ from ..background import Later
 from ..base import Communicator, Start
 from ..buffers import as_bytes, flat_like
 from ..channel import Channel
-from ..handle import CommunicationError, Handle, nothing
+from ..handle import CommunicationError, Handle, Wait, nothing
 from ..ledger import Ledger, broadcast_tree
 from ..notice import START_SECONDS
 from ..numbered import Numbers, TaggedMessage
@@ -223,8 +223,8 @@ class TcpCommunicator(Communicator):
             reduction: see `reduce`.
         """
         check.parts(self, "reduce_scatter", parts, out)
-        sent = sum(check.num_bytes(part) for part in self._others(parts).values())
-        received = (self.size - 1) * check.num_bytes(out)
+        sent = sum(part.nbytes for part in self._others(parts).values())
+        received = (self.size - 1) * out.nbytes
         start = partial(self._sums.start_reduce_scatter, [part.detach() for part in parts], out.detach(), reduction)
         messages = sum(part.numel() > 0 for part in self._others(parts).values())
         return self._submit("reduce_scatter", [*parts, out], start, out, (messages, sent, received), parts)
@@ -232,7 +232,7 @@ class TcpCommunicator(Communicator):
     def send(self, tensor: Tensor, peer: int, tag: int = 0) -> Handle:
         """Send a tensor to one peer, which calls `receive` with the same tag; see `tagged.py`."""
         self._check_tagged("send", tensor, peer, tag)
-        start, num_bytes = partial(self._tagged.start_send, as_bytes(tensor), peer, tag), check.num_bytes(tensor)
+        start, num_bytes = partial(self._tagged.start_send, as_bytes(tensor), peer, tag), tensor.nbytes
         return self._submit("send", [tensor], start, tensor, (1 + (num_bytes > 0), num_bytes + 1, 1), [tensor])
 
     def receive(self, tensor: Tensor, peer: int | None = None, tag: int = 0) -> Handle:
@@ -248,7 +248,7 @@ class TcpCommunicator(Communicator):
         self._check_tagged("receive", tensor, peer, tag)
         source = [] if peer is None else [peer]
         start = partial(self._tagged.start_receive, as_bytes(tensor), tag, source)
-        handle = self._submit("receive", [tensor], start, source, (1, 1, check.num_bytes(tensor) + 1))
+        handle = self._submit("receive", [tensor], start, source, (1, 1, tensor.nbytes + 1))
         return Handle(lambda: handle.wait()[0])
 
     def _check_tagged(self, operation: str, tensor: Tensor, peer: int | None, tag: int) -> None:
@@ -278,7 +278,7 @@ class TcpCommunicator(Communicator):
 
     # ---- issuing ----
 
-    def _issue(self, tensors: list[Tensor], start: Start) -> Callable[[], Any]:
+    def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         for tensor in tensors:
             if tensor.device.type != "cpu":
                 raise ValueError(
@@ -292,7 +292,7 @@ class TcpCommunicator(Communicator):
 
     # ---- messages ----
 
-    def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Callable[[], None]:
+    def _post(self, sends: list[TaggedMessage], receives: list[TaggedMessage]) -> Wait:
         """Start an operation of the engine; returns a function that waits for it."""
         if not sends and not receives:
             return nothing
@@ -303,10 +303,10 @@ class TcpCommunicator(Communicator):
 
     # ---- primitives ----
 
-    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
+    def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         return self._post(self._numbers.sending(sends), self._numbers.receiving(receives))
 
-    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
+    def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Wait:
         length = torch.tensor([tensor.numel()], device="cpu")
         lengths = [length if rank == self.rank else torch.empty_like(length) for rank in range(self.size)]
         wait = self._start_all_gather([as_bytes(part) for part in lengths])
@@ -314,7 +314,7 @@ class TcpCommunicator(Communicator):
         sends = [(peer, self._numbers.next_sent(peer)) for peer in self._others(lengths)]
         receives = [(peer, self._numbers.next_received(peer)) for peer in self._others(lengths)]
 
-        def finish() -> Callable[[], None]:
+        def finish() -> Wait:
             wait()
             sizes = check.announced_sizes(torch.cat(lengths).tolist(), limit)
             result.extend(tensor if rank == self.rank else flat_like(tensor, n) for rank, n in enumerate(sizes))
@@ -326,7 +326,7 @@ class TcpCommunicator(Communicator):
 
         return self._later.follow(finish)
 
-    def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
+    def _start_broadcast(self, tensor: Tensor, root: int) -> Wait:
         parents, children = broadcast_tree(self.size, self.rank, root)
         sends = self._numbers.sending(dict.fromkeys(children, tensor))
         receives = self._numbers.receiving(dict.fromkeys(parents, tensor))
@@ -334,13 +334,11 @@ class TcpCommunicator(Communicator):
             return self._post(sends, receives)
         received = self._post([], receives)
 
-        def finish() -> Callable[[], None]:
+        def finish() -> Wait:
             received()
             return self._post(sends, [])
 
         return self._later.follow(finish)
 
-    def _start_all_reduce(
-        self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None
-    ) -> Callable[[], Any]:
+    def _start_all_reduce(self, tensor: Tensor, reduction: Reduction = summing, root: int | None = None) -> Wait:
         return self._sums.start(tensor, reduction, root)

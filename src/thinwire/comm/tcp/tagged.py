@@ -17,13 +17,12 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..background import Background
-from ..handle import CommunicationError
+from ..handle import CommunicationError, Wait
 from ..numbered import TaggedMessage
 from .endpoint import Endpoint
 
@@ -53,7 +52,7 @@ class Tagged:
         self._any: dict[int, Background] = {}  # by tag: receivers from any source, in order
         self._lock = threading.Lock()
 
-    def start_send(self, memory: Tensor, peer: int, tag: int) -> Callable[[], None]:
+    def start_send(self, memory: Tensor, peer: int, tag: int) -> Wait:
         """Send bytes, which may be none; returns a function that waits until they may be written to."""
         with self._lock:
             index = self._sent[peer, tag]
@@ -76,7 +75,7 @@ class Tagged:
         # The receiver may ask much later, so this waits in a thread of its own, which ends after the call.
         return Background("thinwire-send").submit(when_asked).wait
 
-    def start_receive(self, memory: Tensor, tag: int, source: list[int]) -> Callable[[], Any]:
+    def start_receive(self, memory: Tensor, tag: int, source: list[int]) -> Wait:
         """Receive exactly so many bytes from the peer in `source`, or from the first that sends: then it gets its rank."""
         if source:
             with self._lock:

@@ -22,7 +22,7 @@ from ...average import Averager
 from ...comm import Communicator, LocalWorld, ProcessWorld
 from ...options import require_integer, require_number
 from ...strategy import ConsensusRecord, consensus
-from ..report.consensus import Row, best, error_against_bits, reaching
+from ..report.consensus import TARGET, Row, best, error_against_bits, reaching
 from .rows import as_parsed, check_writable, print_table, write_json
 from .start_values import start_values
 
@@ -48,7 +48,7 @@ class ConsensusBench:
     """Step sizes to try with every averager that has one (`step_size`), instead of its own."""
     thetas: tuple[float, ...] = ()
     """Bounds on the disagreement to try with every averager that has one (`theta`, as Moniqua), instead of its own."""
-    target: float = 1e-4
+    target: float = TARGET
     """Fraction of the initial squared error at which bits are compared; lower => more rounds until then."""
     every: int = 1
     """Measure the error every this many rounds; higher => faster."""

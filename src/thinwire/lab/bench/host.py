@@ -16,13 +16,14 @@ import torch
 
 from ... import __version__
 from ...comm.addresses import own_address
-from ...comm.sockets import tcp_info
+from ...comm.sockets import max_descriptors, tcp_info
 from ...comm.tcp import is_available
 from ...plan.doctor import Host, Interface
 from ...plan.measure import connections
 from .parts import seconds_of
 
 SYSCTLS = Path("/proc/sys/net/ipv4")
+MOST_FILES = 1 << 30  # what stands for no limit
 MEETING_PORT = 29500  # of torchrun and of `thinwire train` under MPI and SLURM
 SIDE, COPIED, REPETITIONS = 1024, 1 << 24, 5  # rows of a matrix whose product is timed, floats that are copied
 
@@ -72,7 +73,7 @@ def this_host(is_launched: bool, is_timed: bool = False) -> Host:
         send_buffer_bytes=int(_sysctl("tcp_wmem", "0").split()[-1]),  # least, default and most
         receive_buffer_bytes=int(_sysctl("tcp_rmem", "0").split()[-1]),
         path_mtu=min(_path_mtus(), default=0),
-        max_files=_max_files(),
+        max_files=min(max_descriptors(), MOST_FILES),
         # psutil has no affinities on macOS.
         cores=len(psutil.Process().cpu_affinity()) if hasattr(psutil.Process, "cpu_affinity") else os.cpu_count() or 1,
         load=os.getloadavg()[0],
@@ -92,13 +93,6 @@ def _sysctl(name: str, default: str = "") -> str:
         return (SYSCTLS / name).read_text().strip()
     except OSError:
         return default
-
-
-def _max_files() -> int:
-    import resource
-
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return soft if soft != resource.RLIM_INFINITY else 1 << 30  # infinity is -1 on Linux
 
 
 def _is_free(port: int) -> bool:

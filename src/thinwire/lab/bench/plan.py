@@ -20,7 +20,7 @@ from ...plan.averagers import parts_of
 from ...plan.measure import Effort, measure_lines
 from ...plan.speeds import CopyShare
 from .codecs import measure
-from .step import joined
+from .workers import joined
 
 BUCKET = 25 * 2**20 // 4
 """Elements of a bucket of DistributedDataParallel."""

@@ -51,13 +51,11 @@ def print_table(
 ) -> None:
     """Print a table; the first column holds names, the last `num_texts` ones text, and the others numbers."""
     from rich.box import SIMPLE_HEAD
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console()
-    if not console.is_terminal:
-        console = Console(width=120)  # a file or a pipe has no width
-    rows = list(lines)
+    from ..console import table_console
+
+    console, rows = table_console(), list(lines)
     longest = max((len(row[0]) for row in rows), default=0)
     table = Table(title=title, caption=caption, title_justify="left", caption_justify="left", box=SIMPLE_HEAD)
     # Where text can be broken over lines instead, names keep a third of the width.

@@ -88,7 +88,7 @@ def doctor_command(options: list[str]) -> None:
     """Diagnose this host, or all hosts of a run."""
     asked = parsed(Doctor, options, "thinwire doctor")
     from ..bench.rows import check_writable
-    from ..bench.step import in_workers
+    from ..bench.workers import in_workers
     from ..train.start.environment import set_variables
 
     check_writable(asked.json)
@@ -112,7 +112,7 @@ def examine_all(asked: Doctor) -> None:
     from ...plan.doctor import Host
     from ...plan.measure import FIRST_BYTES
     from ..bench.host import this_host
-    from ..bench.step import joined, meeting
+    from ..bench.workers import joined, meeting
 
     hosts: list[Host] = []
     effort, rank = asked.effort, int(os.environ["RANK"])

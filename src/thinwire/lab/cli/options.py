@@ -31,11 +31,10 @@ _WORDS = {
 
 
 def show(table: Any) -> None:
-    """Print a table as wide as the terminal, or 120 columns wide if there is no terminal."""
-    from rich.console import Console
+    """Print a table."""
+    from ..console import table_console
 
-    console = Console()
-    Console(width=None if console.is_terminal else 120).print(table)
+    table_console().print(table)
 
 
 def fail(message: object, code: int) -> int:

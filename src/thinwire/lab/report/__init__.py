@@ -1,4 +1,4 @@
-"""Turns the files of runs into tables, figures and a page. This package reads those files and imports no other package."""
+"""Turns the files of runs into tables, figures and a page, and draws predictions and consensus experiments."""
 
 from .accuracy_figure import accuracy_against_bytes
 from .runs import Run, read_run

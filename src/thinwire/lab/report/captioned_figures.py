@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from .bar_figures import iteration_times, scaling, step_times
-from .consensus import FLOOR, best_of_each, error_lines, experiment
+from .consensus import FLOOR, TARGET, best_of_each, error_lines, experiment
 from .groups import Group, what_was_run
 from .line_figures import ALONG_BYTES, ALONG_SECONDS, ALONG_VIRTUAL_SECONDS, along_epochs, levels, lines
 from .mean_curve import Row
@@ -16,8 +16,6 @@ from .style import styled
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
-TARGET = 1e-4  # of the error of a consensus experiment, as `thinwire consensus` has it
 
 
 class CaptionedFigure(NamedTuple):

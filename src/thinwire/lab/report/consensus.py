@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 FLOOR = 1e-13  # of the relative error: below it are only rounding errors of float32
+TARGET = 1e-4  # of the relative error, at which bits are compared
 STEP_SIZE = r"step_size=[^,()]+"  # as an averager's repr has it
 
 Row = Mapping[str, Any]

@@ -40,8 +40,6 @@ from ..model.shards import Replica, reshard
 from ..nonfinite import NonfiniteSteps, first_nonfinite
 from ..strategy import Runtime, Strategy
 
-CALL = "Shards"
-
 
 class ShardCompression(Attachment):
     """What `Shards` attaches: the encoded communication of one model under `fully_shard`.
@@ -52,16 +50,16 @@ class ShardCompression(Attachment):
         is_detached: whether collectives are dense again.
     """
 
-    call = CALL
+    call = "Shards"
 
     def __init__(self, strategy: Shards, model: nn.Module, seed: int):
         modules = reshard(model)
-        require(bool(modules), f"{CALL}: no part of the model is under fully_shard; shard it first")
+        require(bool(modules), f"{self.call}: no part of the model is under fully_shard; shard it first")
         self.strategy, self._seed = strategy, seed
         self.clock, self.is_detached = Clock(), False
         self._comm: ProcessGroupCommunicator | None = None
-        self._nonfinite = NonfiniteSteps(CALL, strategy.on_nonfinite, strategy.max_nonfinite)
-        self._shards, self.parameters = Replica(CALL, model), list(model.named_parameters())
+        self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
+        self._shards, self.parameters = Replica(self.call, model), list(model.named_parameters())
         self._own_gradients: OwnGradients | None = None
         self._culprit: str | None = None
         SHARDED.register(self)
@@ -98,7 +96,9 @@ class ShardCompression(Attachment):
             ValueError: it is of a model with other modules under `fully_shard`.
         """
         differing = sorted(saved.keys() ^ {wire.name for wire in self._wires})
-        require(not differing, f"{CALL}: the saved state does not fit: modules {differing[:5]} are only in one of them")
+        require(
+            not differing, f"{self.call}: the saved state does not fit: modules {differing[:5]} are only in one of them"
+        )
         for wire in self._wires:
             wire.step = saved[wire.name]
 
@@ -140,8 +140,8 @@ class ShardCompression(Attachment):
             self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
         require(
             torch.distributed.get_process_group_ranks(group) == self._comm.global_ranks,
-            f"{CALL}: modules are sharded over different groups, or gathered over a part of one; use one mesh for all of them, "
-            "and no number as reshard_after_forward",
+            f"{self.call}: modules are sharded over different groups, or gathered over a part of one; use one mesh for all of "
+            "them, and no number as reshard_after_forward",
         )
         return self._comm
 
@@ -296,18 +296,18 @@ class Shards(Strategy[ShardCompression]):
     def __post_init__(self) -> None:
         super().__post_init__()
         for name, codec in (("gradients", self.gradients), ("parameters", self.parameters)):
-            require_kind(f"{CALL}: {name}", codec, Codec, "a codec such as QSGD(bits=8)", or_none=True)
+            require_kind(f"Shards: {name}", codec, Codec, "a codec such as QSGD(bits=8)", or_none=True)
             if codec is not None:
-                codec.traits.check(codec, f"{CALL}({name}=...)", carries=("shared_key",))
-        require(
+                codec.traits.check(codec, f"Shards({name}=...)", carries=("shared_key",))
+        self._require(
             self.gradients is None or self.gradients.traits.unbiased,
-            f"{CALL}: gradients={self.gradients} is biased, and there is no memory for what it loses, as that would have the "
+            f"gradients={self.gradients} is biased, and there is no memory for what it loses, as that would have the "
             "size of the whole model; use an unbiased codec, such as QSGD(bits=4)",
         )
 
     def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> ShardCompression:
         alone = runtime.comm is None and runtime.replicas is None and runtime.layout is None
-        require(alone, f"{CALL}: it communicates over the model's mesh; leave comm, replicas and layout out")
+        self._require(alone, "it communicates over the model's mesh; leave comm, replicas and layout out")
         return ShardCompression(self, model, runtime.seed)
 
 

@@ -111,7 +111,7 @@ def test_two_hosts_train_as_one_under_torchrun(undisturbed, tmp_path):
 CONNECTS = """
 import os, sys, time
 from thinwire.comm.store import gathering
-from thinwire.lab.bench.step import joined, meeting
+from thinwire.lab.bench.workers import joined, meeting
 store = meeting(timeout_seconds=120.0)
 gathering(store, int(os.environ["RANK"]), 2, 120.0)(None)
 began = time.monotonic()
