@@ -230,6 +230,18 @@ def accumulated(comm):
     return fingerprint(model)
 
 
+def hooked(comm):
+    def clip(p):
+        p.grad.clamp_(-0.1, 0.1)
+
+    model = make()
+    with tw.compress_gradients(model, BITS, comm=comm):
+        for p in model.parameters():
+            p.register_post_accumulate_grad_hook(clip)
+        steps(model, sgd(model), data(comm))
+    return fingerprint(model)
+
+
 def copied(comm):
     model = make()
     with tw.compress_gradients(model, BITS, comm=comm):
@@ -259,6 +271,7 @@ WORKS: dict[str, Callable] = {
     "the profiler": profiled,
     "`GradScaler`": scaled,
     "accumulation, `no_sync`, clipping": accumulated,
+    "hooks of yours on gradients": hooked,
 }
 IN_TRAINERS = {  # their packages take seconds to import: tests/integrations/test_trainers.py runs them
     "`fabric.setup` of Lightning": "fabric_worker",
