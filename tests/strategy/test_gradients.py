@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -120,6 +121,41 @@ def hook_pair_worker(comm):
 def test_the_plain_hook_pair_is_the_same_hook():
     expected = {h for h, *_ in spawn(2, ddp_worker, SPARSE, {}, False, False)}
     assert set(spawn(2, hook_pair_worker)) == expected and len(expected) == 1
+
+
+def resumed_worker(comm):
+    """The fingerprints of models that go on from one checkpoint: by a handle, by a hook, and by a hook without the state."""
+    torch.set_num_threads(1)
+    model = make_model()
+    with tw.compress_gradients(model, SPARSE, seed=3, comm=comm) as handle:
+        train(model, comm.rank, steps=2)
+        saved = handle.state_dict()
+
+    def by_handle(own):
+        ddp = DistributedDataParallel(own)
+        return ddp, tw.compress_gradients(ddp, SPARSE, seed=3)
+
+    def by_hook(own):
+        state, hook = tw.strategy.gradient_hook(own, SPARSE, seed=3)
+        ddp = DistributedDataParallel(own)
+        ddp.register_comm_hook(state, hook)
+        return ddp, state
+
+    found = []
+    for attached, loads in ((by_handle, True), (by_hook, True), (by_hook, False)):
+        own = copy.deepcopy(model)
+        ddp, handle = attached(own)
+        if loads:
+            handle.load_state_dict(saved)
+        train(ddp, comm.rank, steps=2, parameters=own)
+        handle.detach()
+        found.append(fingerprint(own))
+    return found
+
+
+def test_a_hook_restores_its_state_once_the_first_bucket_has_connected_it():
+    (by_handle, by_hook, without), other = spawn(2, resumed_worker)
+    assert by_handle == by_hook != without and other == [by_handle, by_hook, without]
 
 
 def scaler_worker(comm, poison_step):

@@ -214,3 +214,24 @@ def test_the_optimizer_for_gradients_that_carry_momentum_has_none_of_its_own():
     ]
     with pytest.raises(ValueError, match="momentum"):
         DGCSGD(momentum=1.0)
+
+
+@pytest.mark.parametrize(
+    ("undecayed", "spared"),
+    [
+        (("vectors",), {"0.bias", "1.weight", "1.bias", "2.bias"}),
+        (("norms",), {"1.weight", "1.bias"}),
+        (("2.*", "0.b*"), {"2.weight", "2.bias", "0.bias"}),
+        ((), set()),
+    ],
+)
+def test_weight_decay_spares_what_undecayed_names(undecayed, spared):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.Linear(4, 2))
+    decay = {p: group["weight_decay"] for group in SGD(undecayed=undecayed).groups(model) for p in group["params"]}
+    expected = {name: 0.0 if name in spared else SGD().weight_decay for name, _ in model.named_parameters()}
+    assert {name: decay[p] for name, p in model.named_parameters()} == expected
+
+
+def test_a_pattern_that_names_no_parameter_is_refused():
+    with pytest.raises(ValueError, match=r"undecayed: no parameter's name matches 'layer9\.\*'"):
+        SGD(undecayed=("layer9.*",)).groups(nn.Linear(2, 2))
