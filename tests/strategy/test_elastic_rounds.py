@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.spawn import run_threads
+from helpers.states import leaves
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
@@ -370,6 +371,47 @@ def test_gossip_drops_what_was_in_flight_when_a_worker_died(elastic):
     found = elastic(worker, (0, 1, 2), 2)
     for result, expected in zip(found, x, strict=False):
         assert torch.allclose(result.double(), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "Gossip(Mix(Ring()))",
+        "Gossip(PushSum(Exponential()))",
+        "Gossip(Choco(Ring(), TopK(0.5), step_size=0.5))",
+        "Gossip(DeepSqueeze(Ring(), QSGD(bits=4), step_size=0.5))",
+        "Gossip(Moniqua(Ring(), theta=4.0, step_size=0.5))",
+        "Gossip(PowerGossip(Ring(), rank=1))",
+    ],
+)
+def test_a_gossip_round_in_which_a_worker_dies_leaves_no_trace(strategy, elastic):
+    """Worker 2 hangs up where the others exchange. They take this step as if there had been no round, and go on as two."""
+
+    def worker(comm, number):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, strategy, comm=comm)
+        for step in range(STEPS):
+            handle.begin_round()
+            if number == 2 and step == DIES:
+                comm._groups.hang_up()
+                comm.close()
+                return handle
+            optimizer.zero_grad()
+            model(number, step).backward()
+            if step == DIES:
+                alone = torch.cat([p.detach().add(p.grad, alpha=-0.05) for p in model.parameters()])
+                before = leaves(handle.state_dict())
+            optimizer.step()
+            if step == DIES:
+                after = leaves(handle.state_dict())
+                changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+                trace = not torch.equal(vector(model), alone), changed, list(before) != list(after)
+        closed.wait(SECONDS)
+        return trace, comm.size
+
+    closed = threading.Barrier(2)
+    assert elastic(worker, (0, 1, 2), 2)[:2] == [((False, [], False), 2)] * 2
 
 
 # ---- DistributedDataParallel ----
