@@ -414,6 +414,45 @@ def test_a_gossip_round_in_which_a_worker_dies_leaves_no_trace(strategy, elastic
     assert elastic(worker, (0, 1, 2), 2)[:2] == [((False, [], False), 2)] * 2
 
 
+@pytest.mark.parametrize(
+    "averager",
+    [
+        "TopK(0.5), ErrorFeedback(), min_ndim=0",
+        "TopK(0.5), ErrorFeedback(), min_ndim=0, exchange='sparse_reduce'",
+        "QSGD(bits=4), EF21(), min_ndim=0, exchange='scatter_reduce'",
+        "TopK(0.5), MomentumCorrection(), min_ndim=0",
+    ],
+)
+def test_a_round_of_gradients_in_which_a_worker_dies_is_a_step_that_nobody_takes(averager, elastic):
+    """Worker 2 hangs up before the first of two buckets. The others skip the step, and go on as two."""
+
+    def worker(comm, number):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, f"Gradients(Mean({averager}), bucket_bytes=1)", comm=comm)
+        for step in range(STEPS):
+            handle.begin_round()
+            if number == 2 and step == DIES:
+                comm._groups.hang_up()
+                comm.close()
+                return handle
+            if step == DIES:
+                parameters, before = vector(model).clone(), leaves(handle.state_dict())
+            optimizer.zero_grad()
+            model(number, step).backward()
+            optimizer.step()
+            if step == DIES:
+                after = leaves(handle.state_dict())
+                changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+                trace = not torch.equal(vector(model), parameters), changed, list(before) != list(after)
+        closed.wait(SECONDS)
+        return trace, comm.size, handle.num_skipped, vector(model).tolist()
+
+    closed = threading.Barrier(2)
+    first, second, _ = elastic(worker, (0, 1, 2), 2)
+    assert first == second and first[:3] == ((False, [], False), 2, 0)
+
+
 # ---- DistributedDataParallel ----
 
 
