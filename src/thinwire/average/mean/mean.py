@@ -169,7 +169,7 @@ class Mean(Averager):
     def _needs_support(self) -> bool:
         return self.memory is not None and self.memory.needs_support
 
-    @property
+    @cached_property
     def _merges(self) -> bool:
         """Whether all tensors of a call are encoded as one segment."""
         return self.granularity != "layer"
