@@ -373,6 +373,48 @@ def test_gossip_drops_what_was_in_flight_when_a_worker_died(elastic):
         assert torch.allclose(result.double(), expected, rtol=0, atol=1e-5)
 
 
+def in_a_lost_round(elastic, strategy, taken):
+    """Worker 2 hangs up where the others begin their messages; they go on as two.
+
+    Args:
+        strategy: in the notation.
+        taken: whether the others take that step of the optimizer, by their own gradients.
+
+    Returns:
+        Of each that is left: whether its parameters are others, which tensors of its state have changed, whether others are
+        there; at the end the number of workers, of skipped steps, and the model.
+    """
+
+    def worker(comm, number):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        handle = tw.attach(model, optimizer, strategy, comm=comm)
+        for step in range(STEPS):
+            handle.begin_round()
+            if number == 2 and step == DIES:
+                comm._groups.hang_up()
+                comm.close()
+                return handle
+            if step == DIES:
+                parameters, before = copy.deepcopy(list(model.parameters())), leaves(handle.state_dict())
+            optimizer.zero_grad()
+            model(number, step).backward()
+            if step == DIES and taken:
+                for copied, p in zip(parameters, model.parameters(), strict=True):
+                    copied.data.add_(p.grad, alpha=-0.05)
+            optimizer.step()
+            if step == DIES:
+                after = leaves(handle.state_dict())
+                changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
+                moved = not all(map(torch.equal, parameters, model.parameters()))
+                trace = moved, changed, list(before) != list(after)
+        closed.wait(SECONDS)
+        return trace, comm.size, handle.num_skipped, vector(model).tolist()
+
+    closed = threading.Barrier(2)
+    return elastic(worker, (0, 1, 2), 2)[:2]
+
+
 @pytest.mark.parametrize(
     "strategy",
     [
@@ -385,33 +427,9 @@ def test_gossip_drops_what_was_in_flight_when_a_worker_died(elastic):
     ],
 )
 def test_a_gossip_round_in_which_a_worker_dies_leaves_no_trace(strategy, elastic):
-    """Worker 2 hangs up where the others exchange. They take this step as if there had been no round, and go on as two."""
-
-    def worker(comm, number):
-        model = Quadratic()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        handle = tw.attach(model, optimizer, strategy, comm=comm)
-        for step in range(STEPS):
-            handle.begin_round()
-            if number == 2 and step == DIES:
-                comm._groups.hang_up()
-                comm.close()
-                return handle
-            optimizer.zero_grad()
-            model(number, step).backward()
-            if step == DIES:
-                alone = torch.cat([p.detach().add(p.grad, alpha=-0.05) for p in model.parameters()])
-                before = leaves(handle.state_dict())
-            optimizer.step()
-            if step == DIES:
-                after = leaves(handle.state_dict())
-                changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-                trace = not torch.equal(vector(model), alone), changed, list(before) != list(after)
-        closed.wait(SECONDS)
-        return trace, comm.size
-
-    closed = threading.Barrier(2)
-    assert elastic(worker, (0, 1, 2), 2)[:2] == [((False, [], False), 2)] * 2
+    """The others take this step as if there had been no round."""
+    for trace, *counts, _ in in_a_lost_round(elastic, strategy, taken=True):
+        assert trace == (False, [], False) and counts == [2, 0]
 
 
 @pytest.mark.parametrize(
@@ -424,32 +442,8 @@ def test_a_gossip_round_in_which_a_worker_dies_leaves_no_trace(strategy, elastic
     ],
 )
 def test_a_round_of_gradients_in_which_a_worker_dies_is_a_step_that_nobody_takes(averager, elastic):
-    """Worker 2 hangs up before the first of two buckets. The others skip the step, and go on as two."""
-
-    def worker(comm, number):
-        model = Quadratic()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-        handle = tw.attach(model, optimizer, f"Gradients(Mean({averager}), bucket_bytes=1)", comm=comm)
-        for step in range(STEPS):
-            handle.begin_round()
-            if number == 2 and step == DIES:
-                comm._groups.hang_up()
-                comm.close()
-                return handle
-            if step == DIES:
-                parameters, before = vector(model).clone(), leaves(handle.state_dict())
-            optimizer.zero_grad()
-            model(number, step).backward()
-            optimizer.step()
-            if step == DIES:
-                after = leaves(handle.state_dict())
-                changed = [name for name, value in before.items() if not torch.equal(after[name], value)]
-                trace = not torch.equal(vector(model), parameters), changed, list(before) != list(after)
-        closed.wait(SECONDS)
-        return trace, comm.size, handle.num_skipped, vector(model).tolist()
-
-    closed = threading.Barrier(2)
-    first, second, _ = elastic(worker, (0, 1, 2), 2)
+    """With two buckets, of which the second one is not sent."""
+    first, second = in_a_lost_round(elastic, f"Gradients(Mean({averager}), bucket_bytes=1)", taken=False)
     assert first == second and first[:3] == ((False, [], False), 2, 0)
 
 
