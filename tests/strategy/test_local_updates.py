@@ -226,6 +226,33 @@ def test_synchronize_under_mean_ends_the_period():
         assert torch.allclose(x.reshape(-1).double(), 1.0 - changes.mean(0), rtol=0, atol=1e-5)
 
 
+def change_by_hand(comm, averager):
+    """An exchange, then rank 1 changes its parameters without a step; the bytes of two calls of `synchronize`."""
+    model = nn.Linear(6, 4, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    handle = tw.local_updates(model, optimizer, averager, 1, comm=comm)
+    model.weight.grad = change(comm.rank, 0, (4, 6))
+    optimizer.step()
+    before, counts = model.weight.detach().clone(), [handle.ledger.bytes_sent]
+    if comm.rank == 1:
+        with torch.no_grad():
+            model.weight.add_(3.0)
+    for _ in range(2):
+        handle.synchronize()
+        counts.append(handle.ledger.bytes_sent)
+    return before, model.weight.detach(), [b - a for a, b in zip(counts, counts[1:], strict=False)]
+
+
+@pytest.mark.parametrize("averager", [tw.Mean(), tw.Mix(tw.Ring())], ids=repr)
+def test_synchronize_averages_what_a_program_changed_between_an_exchange_and_itself(averager):
+    results = run_threads(3, change_by_hand, averager)
+    mean = torch.stack([before for before, _, _ in results]).double().mean(0)  # gossip of three is the mean already
+    for _, x, (first, second) in results:
+        assert torch.equal(x, results[0][1])
+        assert torch.allclose(x.double(), mean + 1.0, rtol=0, atol=1e-5)
+        assert first - second == {tw.Mean(): 2 * 2 * 4 * 24 // 3, tw.Mix(tw.Ring()): 2 * 4 * 24}[averager]
+
+
 def test_outer_momentum_under_gossip_moves_the_mean_as_diloco_does():
     results = run_threads(4, apply_known_changes, tw.Mix(tw.Ring()), 3, 15, nesterov)
     outer, anchor = HandWrittenNesterov(), torch.ones(24, dtype=torch.float64)

@@ -38,7 +38,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -318,6 +318,7 @@ class LocalUpdates(OwnModelAttachment):
         self._live.check()
         self.settle()
         self._merge_all()
+        self._find_moved()
         for fragment in self._fragments:
             if fragment.has_moved:
                 self._begin(fragment, delay=0)
@@ -571,9 +572,8 @@ class LocalUpdates(OwnModelAttachment):
 
     def _fits(self, fragment: Fragment) -> bool:
         """Whether what `_restart` writes is finite; on all shards of a model alike."""
-        factor = self.averager.debias_factor(fragment.state)
-        pairs = zip(fragment.anchors, self._parts(fragment), strict=True)
-        written = [(anchor.detach() * factor).to(p.dtype) for (_, anchor), p in pairs]
+        pairs = zip(self._starts(fragment), self._parts(fragment), strict=True)
+        written = [start.to(p.dtype) for start, p in pairs]
         return self._shards.all(kernels.flags.read(kernels.all_finite(written)))
 
     def _warn(self) -> None:
@@ -651,10 +651,29 @@ class LocalUpdates(OwnModelAttachment):
         """Whether workers need nothing of a joiner until their exchange, so that they train on while its state travels."""
         return self.averager.traits.gives_one_mean and not self.strategy.delay and not self.strategy.state_every
 
-    def _restart(self, fragment: Fragment, alpha: float) -> None:
+    def _find_moved(self) -> None:
+        """Look for fragments that a program has changed since their last round, without a step, on any worker."""
+        unmoved = [fragment for fragment in self._fragments if not fragment.has_moved]
+        if self._elastic is not None or not unmoved:
+            return
+        is_as_restarted = all(
+            torch.equal(start.to(p.dtype), p)
+            for fragment in unmoved
+            for start, p in zip(self._starts(fragment), self._parts(fragment), strict=True)
+        )
+        is_as_restarted = self._shards.all(is_as_restarted)
+        if self._asynchronous is None:  # a worker may be alone here with a quorum, whose changes are its own
+            is_as_restarted = self.comm.all_true(is_as_restarted)
+        for fragment in unmoved:
+            fragment.has_moved = not is_as_restarted
+
+    def _starts(self, fragment: Fragment) -> Iterator[Tensor]:
+        """Where the parameters of a fragment begin its next period."""
         factor = self.averager.debias_factor(fragment.state)
-        for (_, anchor), p in zip(fragment.anchors, self._parts(fragment), strict=True):
-            start = anchor * factor
+        return (anchor.detach() * factor for _, anchor in fragment.anchors)
+
+    def _restart(self, fragment: Fragment, alpha: float) -> None:
+        for start, p in zip(self._starts(fragment), self._parts(fragment), strict=True):
             # `lerp` would keep a NaN of the parameters even at alpha 0.
             p.copy_(start if alpha == 0 else torch.lerp(start, p.to(start.dtype), alpha))
         fragment.has_moved = alpha != 0
