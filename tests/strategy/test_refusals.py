@@ -49,6 +49,35 @@ def test_a_backward_pass_inside_of_another_one_is_refused():
     in_process(worker)
 
 
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_gradients_refuse_an_embedding_whose_forward_pass_rescales_rows(kind):
+    def worker(comm):
+        model = nn.Sequential(kind(5, 3, max_norm=1.0), nn.Linear(3, 2))
+        with pytest.raises(ValueError, match="'0' has max_norm=1.0, by which a forward pass rescales"):
+            tw.compress_gradients(model, tw.Mean(), comm=comm)
+        model[0].requires_grad_(False)  # rows of a frozen one are rescaled wherever they are used
+        tw.compress_gradients(model, tw.Mean(), comm=comm).detach()
+
+    in_process(worker)
+
+
+def test_the_remedy_for_max_norm_keeps_workers_equal():
+    def worker(comm):
+        torch.manual_seed(0)
+        model = nn.Embedding(5, 3)
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            optimizer = sgd(model)
+            for step in range(3):
+                model(torch.tensor([comm.rank, step])).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                model.weight.data.renorm_(2, 0, 1.0)
+        return model.weight.detach()
+
+    first, second = tw.LocalWorld(2).run(worker)
+    assert torch.equal(first, second) and first.norm(dim=1).max() <= 1 + 1e-6
+
+
 def test_local_updates_refuse_another_optimizer():
     def worker(comm):
         model, other = nn.Linear(3, 2), nn.Linear(3, 2)

@@ -116,6 +116,10 @@ def zero_local(comm):
     tw.local_updates(model, zero_redundancy(model), BITS, every=2)
 
 
+def rescaled(comm):
+    tw.compress_gradients(nn.Sequential(nn.Embedding(5, 3, max_norm=1.0), nn.Linear(3, 2)), BITS, comm=comm)
+
+
 def compiled(comm):
     model = torch.compile(make(), backend="eager")
     with tw.compress_gradients(model, BITS, comm=comm):
@@ -278,6 +282,7 @@ IN_TRAINERS = {  # their packages take seconds to import: tests/integrations/tes
     "metrics over all workers, of torchmetrics": "metrics_worker",
 }
 REFUSED: dict[str, tuple[Callable, str]] = {
+    "an embedding with `max_norm`, averaged gradients": (rescaled, "max_norm=1.0"),
     "`ZeroRedundancyOptimizer`, local updates": (zero_local, "ZeroRedundancyOptimizer"),
 }
 

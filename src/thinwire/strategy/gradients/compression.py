@@ -86,6 +86,7 @@ class GradientCompression(AveragerAttachment):
             f"{self.call}: bucket_bytes={strategy.bucket_bytes} is for plain modules, and DistributedDataParallel has buckets "
             "of its own; give it bucket_cap_mb",
         )
+        self._require_same_forward(module)
         if optimizer is not None:
             held = {id(p) for p in module.parameters()}
             require(
@@ -94,6 +95,17 @@ class GradientCompression(AveragerAttachment):
                 "model's optimizer, and make it after fully_shard, which replaces parameters",
             )
             self.check_optimizer(optimizer)
+
+    def _require_same_forward(self, module: nn.Module) -> None:
+        """Raise a ValueError if a forward pass changes parameters, each worker's by its own batch."""
+        for name, part in module.named_modules():
+            if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and id(part.weight) in self._names:
+                require(
+                    part.max_norm is None,
+                    f"{self.call}: {name or 'the model'!r} has max_norm={part.max_norm}, by which a forward pass rescales the "
+                    "rows that its batch has, so that workers' models would drift apart; leave max_norm out, and rescale all "
+                    "rows after optimizer.step(): weight.data.renorm_(2, 0, max_norm)",
+                )
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """A copied DDP, such as a moving average, averages densely: None stands for the strategy in what it keeps of hooks."""
