@@ -53,13 +53,11 @@ class Loss(NamedTuple):
         round: number of rounds committed by then.
         worker: its own number.
         norm: norm of its own memory when it last voted, before that round changed it; None if it never voted.
-        bytes_in_flight: what the worker that reports this had sent in the round that was aborted, 0 if none was.
     """
 
     round: int
     worker: int
     norm: float | None
-    bytes_in_flight: int
 
 
 @dataclass

@@ -172,7 +172,6 @@ class ElasticCommunicator(Communicator):
         self._ended: Callable[[Mapping[int, int] | None], object] | None = None
         self._timeout, self._quorum_seconds = timedelta(seconds=timeout_seconds), quorum_seconds
         self._error: Exception | None = None
-        self._in_flight = self._sent_before = 0
         self._issuer = Issuer()
         self._history, self._known_place = History(), ""
         self._patience, self._check_every = Patience(timeout_seconds), check_every
@@ -349,7 +348,7 @@ class ElasticCommunicator(Communicator):
             last = () if self.members is None else self.members.numbers
             healed = {members.numbers[rank] for rank in members.healed} - {self.number}
             self.counts.losses += [
-                Loss(self.counts.committed, number, self._norms.pop(number, None), self._in_flight)
+                Loss(self.counts.committed, number, self._norms.pop(number, None))
                 for number in last
                 if number not in members.numbers or number in healed
             ]
@@ -358,7 +357,6 @@ class ElasticCommunicator(Communicator):
         self._patience.resume()
         self._groups.limit = timedelta(seconds=self._patience.seconds)
         self._asker.expect(self._patience.seconds)
-        self._in_flight, self._sent_before = 0, self.ledger.bytes_sent
         self.in_round = True
 
     def _all_open(self, flag: bool) -> bool:
@@ -390,7 +388,6 @@ class ElasticCommunicator(Communicator):
         else:
             self._give_up()
             self.counts.aborted += 1
-            self._in_flight = self.ledger.bytes_sent - self._sent_before
         if self._ended is not None:
             self._ended(self._claims if committed else None)
         return committed
