@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import pickle
-import sys
 import threading
 
 import pytest
 import torch
+from helpers.calls import num_calls
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
 from thinwire.comm.elastic.claims import Claim
@@ -368,22 +368,6 @@ def test_a_state_keeps_its_bits_and_its_shape():
 def test_the_work_of_packing_grows_with_the_number_of_tensors_and_not_with_its_square():
     calls = [num_calls(lambda n=n: packed({str(i): torch.ones(3) for i in range(n)})) for n in (100, 200)]
     assert calls[1] < 2.2 * calls[0], calls
-
-
-def num_calls(act):
-    """Of functions in Python."""
-    number = 0
-
-    def note(frame, event, argument):
-        nonlocal number
-        number += event == "call"
-
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(None)
-    return number
 
 
 def test_bytes_that_are_no_state_are_a_value_error_and_take_no_memory():

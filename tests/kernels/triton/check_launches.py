@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.calls import num_calls
 from helpers.on_triton import DEVICE
 
 import thinwire as tw
@@ -77,27 +77,6 @@ def steps(codec: tw.codec.Codec, num_segments: int) -> tuple[Callable[[], Any], 
     keys = [Key(0, i, 0) for i in range(num_segments)]
     payload = codec.encode(xs, keys, lost)
     return lambda: codec.encode(xs, keys, lost), lambda: codec.decode_sum([payload] * PAYLOADS, outs, 0.125, keys)
-
-
-def num_calls(act: Callable[[], Any]) -> int:
-    """Calls of functions, those in C too, once all tables are kept."""
-    act()
-    calls = 0
-
-    def note(frame: Any, event: str, argument: Any) -> None:
-        nonlocal calls
-        calls += event in ("call", "c_call")
-
-    before = sys.getprofile()
-    gc.collect()
-    gc.disable()  # it would end what other tests have left
-    sys.setprofile(note)
-    try:
-        act()
-    finally:
-        sys.setprofile(before)
-        gc.enable()
-    return calls
 
 
 @pytest.mark.parametrize("text", CASES)
