@@ -364,6 +364,7 @@ def lightning_works(folder: Path) -> None:
     saved = torch.load(folder / "ended.ckpt", weights_only=False)
     for model in (saved["state_dict"], *(saved["thinwire"][f"own of rank{rank}"]["model"] for rank in (0, 1))):
         assert torch.equal(model["net.weight"], ended)
+    elastic_trainer.works("lightning", elastic_trainer.STRATEGIES[:2], folder / "elastic")
     lightning_resumes(folder)
     lightning_resumes_with_own_models(folder / "own")
     with pytest.raises(ValueError, match="replicas must be a function of the module, got 'data_parallel'"):
@@ -618,7 +619,7 @@ def transformers_works(folder: Path) -> None:
     assert torch.equal(evaluated, same) and not torch.equal(own, other)
     torch.testing.assert_close(evaluated, (own + other) / 2)
     assert torch.equal(ended, same_end) and torch.equal(ended, evaluated)
-    elastic_trainer.works(folder / "elastic")
+    elastic_trainer.works("transformers", elastic_trainer.STRATEGIES, folder / "elastic")
     transformers_resumes(folder)
     transformers_resumes_with_own_models(folder / "own")
 

@@ -4,6 +4,7 @@
     transformers    a callback for the Trainer of Transformers
     accelerate      a call after `Accelerator.prepare`
     state           the state of a worker, or of all as one object, for the trainer's checkpoints
+    elastic         the state of a worker of an elastic run, and what those that join take over
 
 An adapter attaches any strategy with an averager when the trainer has wrapped its model in DDP, saves what each worker has
 for itself in the trainer's checkpoints, and shows bytes and waiting time in the trainer's own log. Where each worker has a
@@ -18,6 +19,7 @@ from typing import Any
 
 from ..algorithm import require
 from ..attaching import strategy_of
+from ..comm import ElasticCommunicator
 from ..strategy.strategy import Averaging, Strategy
 
 
@@ -34,6 +36,12 @@ def trainer_package(name: str) -> Iterator[None]:
             "thinwire's sources: pip install '.[trainers]'",
             name=name,
         ) from None
+
+
+def elastic_of(options: dict[str, Any]) -> ElasticCommunicator | None:
+    """The elastic communicator among the options for `thinwire.attach`, if there is one."""
+    comm = options.get("comm")
+    return comm if isinstance(comm, ElasticCommunicator) else None
 
 
 def is_alone(num_processes: int, options: dict[str, Any]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ..algorithm import require
@@ -13,7 +14,8 @@ from ..comm import Group
 from ..strategy import AveragerAttachment, GradientCompression
 from ..strategy.model.ddp import wrapped_ddp
 from ..strategy.strategy import Averaging
-from . import averaging, is_alone, trainer_package
+from . import averaging, elastic_of, is_alone, trainer_package
+from .elastic import ElasticState
 from .numbers import numbers, short_numbers
 from .state import AllWorkersState
 
@@ -32,11 +34,16 @@ class AttachStrategy(pl.Callback):
     Where each worker has a model of its own, the trainer validates and saves the mean of all workers, and ends with it. Its
     checkpoints also hold all workers' models and optimizers, so that a resumed run goes on bit for bit.
 
+    With an `ElasticCommunicator` as `comm` each worker is a process with a trainer of one device and an output folder of its
+    own, started by no launcher. A round begins with each step. A worker that joins takes over the step and the learning-rate
+    schedules of the others too, so that all end at the same `max_steps`. Each validates and saves its own model, and goes on
+    from its own checkpoint.
+
     Args:
         strategy: such as `Gradients(Mean(TopK(0.01), ErrorFeedback()))`, or its notation.
         replicas: for a sharded model, which workers hold replicas: a function of the module, whose mesh exists only when
             training begins, such as `lambda module: module.device_mesh["data_parallel"]`.
-        options: further arguments of `thinwire.attach`.
+        options: further arguments of `thinwire.attach`, such as `comm`.
 
     Raises:
         ValueError: the strategy cannot be read or has a quorum; when training begins, if it does not suit the model, such as
@@ -63,15 +70,16 @@ class AttachStrategy(pl.Callback):
             f"AttachStrategy: replicas must be a function of the module, got {replicas!r}; write "
             'replicas=lambda module: module.device_mesh["data_parallel"]',
         )
+        self._elastic = elastic_of(options)
         self._saved: dict[str, Any] | None = None
         self.handle: AveragerAttachment | None = None
-        self._state: AllWorkersState | None = None
+        self._state: AllWorkersState | ElasticState | None = None
         self._mean = ExitStack()  # of workers, while the trainer validates
         self._has_failed = False
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Attach to the model, which Lightning has wrapped by now."""
-        if is_alone(trainer.world_size, self._options):
+        if self._elastic is None and is_alone(trainer.world_size, self._options):
             return
         scaler = getattr(trainer.precision_plugin, "scaler", None)  # only mixed precision in float16 has one
         model, optimizers = trainer.strategy.model, trainer.optimizers
@@ -94,11 +102,32 @@ class AttachStrategy(pl.Callback):
             )
         replicas = None if self._replicas is None else self._replicas(pl_module)
         self.handle = attach(model, optimizer, self._strategy, replicas=replicas, scaler=scaler, **self._options)
-        self._state = AllWorkersState(self.handle, pl_module, optimizers)
+        self._state = self._new_state(trainer, pl_module)
         self._has_failed = False
         if isinstance(self.handle, GradientCompression):
             for one in optimizers:  # else their first step would find out
                 self.handle.check_optimizer(one)
+
+    def _new_state(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> AllWorkersState | ElasticState:
+        assert self.handle is not None
+        if self._elastic is None:
+            return AllWorkersState(self.handle, pl_module, trainer.optimizers)
+        loop = trainer.fit_loop.epoch_loop
+        automatic, manual = loop.automatic_optimization.optim_progress, loop.manual_optimization.optim_step_progress
+        count = automatic.optimizer.step.total if pl_module.automatic_optimization else manual.total
+
+        def set_steps(steps: int) -> None:
+            count.ready = count.completed = loop._batches_that_stepped = steps  # the last is what loggers see
+
+        configs = trainer.lr_scheduler_configs
+        schedulers: list[Any] = [one.scheduler for one in configs]
+        each_step: list[Any] = [
+            one.scheduler
+            for one in configs
+            if (one.interval, one.frequency, one.reduce_on_plateau) == ("step", 1, False)
+        ]
+        steps = partial(getattr, trainer, "global_step")
+        return ElasticState(self.handle, self._elastic, trainer.optimizers, schedulers, each_step, steps, set_steps)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Go on from what was saved, once Lightning has loaded its optimizers."""
@@ -114,7 +143,9 @@ class AttachStrategy(pl.Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Let DDP send nothing where each worker has a model of its own."""
+        """Begin a round of an elastic run. Let DDP send nothing where each worker has a model of its own."""
+        if isinstance(self._state, ElasticState):
+            self._state.begin_step()
         ddp = None if trainer.strategy.model is None else wrapped_ddp(trainer.strategy.model)
         if ddp is not None and self._has_own_model:
             # Lightning turns it on again after each forward pass of manual optimization.
@@ -135,7 +166,7 @@ class AttachStrategy(pl.Callback):
         # After an error other workers need not come here, so nothing is gathered.
         if self._state is None or self._has_failed:
             return
-        if self._has_own_model:
+        if self._averages_own_model:
             assert self.handle is not None
             with self.handle.average_model():
                 checkpoint["state_dict"] = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
@@ -150,7 +181,7 @@ class AttachStrategy(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate the mean of all workers."""
-        if self.handle is not None and self._has_own_model:
+        if self.handle is not None and self._averages_own_model:
             self._mean.enter_context(self.handle.average_model())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -179,6 +210,13 @@ class AttachStrategy(pl.Callback):
         """Whether this worker's model differs from those of others."""
         return self._strategy.models_differ and self.handle is not None and not self.handle.is_detached
 
+    @property
+    def _averages_own_model(self) -> bool:
+        """Whether workers validate and save the mean of theirs, together."""
+        return self._has_own_model and self._elastic is None
+
     def _detach(self) -> None:
+        if isinstance(self._state, ElasticState):
+            self._state.close()
         if self.handle is not None:
             self.handle.detach()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,17 @@ import torch
 
 from ..algorithm import require
 from ..attaching import attach
-from ..comm import ElasticCommunicator, ProcessGroupCommunicator
+from ..comm import ProcessGroupCommunicator
 from ..messages import error_text
 from ..strategy import AveragerAttachment
 from ..strategy.strategy import Averaging
-from . import averaging, is_alone, trainer_package
+from . import averaging, elastic_of, is_alone, trainer_package
+from .elastic import ElasticState
 from .numbers import numbers, summary
 from .state import WorkerState, num_workers
 
 with trainer_package("transformers"):
     from transformers import ProgressCallback, Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-
-ROUNDS = "rounds"
-"""In the state of a worker of an elastic run: which rounds it is made of."""
 
 
 class AttachStrategy(TrainerCallback):
@@ -70,11 +69,9 @@ class AttachStrategy(TrainerCallback):
     ):
         self._trainer, self._strategy, self._options = trainer, averaging(strategy, together=True), options
         self._resume_from = resume_from
-        comm = options.get("comm")
-        self._elastic: ElasticCommunicator | None = comm if comm is not None and comm.is_elastic else None
-        self._shared = ExitStack()  # with workers that join
+        self._elastic = elastic_of(options)
         self.handle: AveragerAttachment | None = None
-        self._state: WorkerState | None = None  # while the strategy is attached
+        self._state: WorkerState | ElasticState | None = None  # while the strategy is attached
         if self._strategy.models_differ:
             # With FSDP the optimizer's method saves the shards of the model too.
             also = ("_save_optimizer_and_scheduler",) if trainer.is_fsdp_enabled else ()
@@ -97,41 +94,25 @@ class AttachStrategy(TrainerCallback):
         scaler = self._trainer.accelerator.scaler
         assert optimizer is not None, "the trainer makes its optimizer before on_train_begin"
         self.handle = attach(model, optimizer, self._strategy, scaler=scaler, **self._options)
-        if self._elastic is not None:
-            self._share(self._elastic, state)
-            if saved is not None:
-                self._elastic.load_state_dict(saved.pop(ROUNDS, {"rounds": 0}))
-                self.handle.load_state_dict(saved)
-            return
-        self._state = WorkerState(self.handle, model, [optimizer])
+        if self._elastic is None:
+            self._state = WorkerState(self.handle, model, [optimizer])
+        else:
+            scheduler = self._trainer.lr_scheduler
+            assert scheduler is not None, "the trainer makes its schedule before on_train_begin"
+            steps, set_steps = partial(getattr, state, "global_step"), partial(setattr, state, "global_step")
+            schedulers = [scheduler]
+            self._state = ElasticState(
+                self.handle, self._elastic, [optimizer], schedulers, schedulers, steps, set_steps
+            )
         if saved is not None:
             self._state.load_state_dict(saved)
-
-    def _share(self, comm: ElasticCommunicator, state: TrainerState) -> None:
-        """Let workers that join have what the strategy does not share by itself."""
-        optimizer, scheduler = self._trainer.optimizer, self._trainer.lr_scheduler
-        assert optimizer is not None and scheduler is not None, "the trainer makes both before on_train_begin"
-
-        def save() -> dict[str, Any]:
-            return {"step": state.global_step, "scheduler": scheduler.state_dict()}
-
-        def load(saved: dict[str, Any]) -> None:
-            state.global_step = saved["step"]
-            scheduler.load_state_dict(saved["scheduler"])
-
-        if not self._strategy.models_differ:
-            self._shared.callback(comm.share("optimizer", optimizer.state_dict, optimizer.load_state_dict))
-        self._shared.callback(comm.share("trainer", save, load))
 
     def on_step_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Begin a round of an elastic run, and count the steps that a worker which joins leaves out."""
-        if self._elastic is not None and self.handle is not None:
-            self.handle.begin_round()
-            state.global_step += self._elastic.num_skipped
-            for _ in range(self._elastic.num_skipped):
-                kwargs["lr_scheduler"].step()
+        if isinstance(self._state, ElasticState):
+            self._state.begin_step()
 
     def on_epoch_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -162,16 +143,11 @@ class AttachStrategy(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Save this worker's state beside the trainer's checkpoint."""
-        if self._state is not None:
-            own = self._state.state_dict()
-        elif self._elastic is not None and self.handle is not None:
-            self.handle.settle()  # all workers are at this step
-            own = self.handle.state_dict() | {ROUNDS: self._elastic.state_dict()}
-        else:
+        if self._state is None:
             return
         folder = self._folder(args, state)
         folder.mkdir(parents=True, exist_ok=True)
-        torch.save(own, _file(folder, args.process_index))
+        torch.save(self._state.state_dict(), _file(folder, args.process_index))
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -180,8 +156,9 @@ class AttachStrategy(TrainerCallback):
         self._detach()
 
     def _detach(self) -> None:
+        if isinstance(self._state, ElasticState):
+            self._state.close()
         self._state = None
-        self._shared.close()
         if self.handle is not None:
             self.handle.detach()
 
