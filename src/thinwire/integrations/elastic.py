@@ -66,7 +66,8 @@ class ElasticState:
         """Begin a round unless one is open, and count the steps that a worker which joins leaves out."""
         self._strategy.begin_round()
         skipped, self._comm.num_skipped = self._comm.num_skipped, 0
-        self._set_steps(self._steps() + skipped)
+        if skipped:
+            self._set_steps(self._steps() + skipped)
         for scheduler in self._each_step:
             for _ in range(skipped):
                 scheduler.step()
