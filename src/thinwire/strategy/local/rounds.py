@@ -39,7 +39,6 @@ import copy
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,17 +51,7 @@ from ...algorithm import require, required
 from ...average.base import Averager, NamedTensors
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
-from ...membership import (
-    Form,
-    State,
-    averaged,
-    check_state,
-    load_shared,
-    load_tensors,
-    nested,
-    shared,
-    shared_part,
-)
+from ...membership import check_state, load_shared, load_tensors, shared_part
 from ...streams import WorkStream
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
@@ -76,66 +65,15 @@ from .fragments import Fragment, make_fragments
 from .optimizer_states import average_states
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
-from .tensors import anchor_of, average_exactly, renamed
+from .state import LATE, LocalState, loaded_outer, saved_outer
+from .tensors import anchor_of, average_exactly
 
 if TYPE_CHECKING:
     from .local import Local
 
 STEPS_AHEAD = 2
 """A worker that was healed leaves out more steps than the others have taken: theirs under way, and one as its first is slow."""
-LATE = ("anchor", "outer")
-"""Fields of `LocalState` that are as large as the model."""
 PLAIN_AVERAGING = OuterSGD(lr=1.0, momentum=0.0, nesterov=False)
-
-
-def _outer_names(state: LocalState) -> list[str]:
-    """Names of the anchors in the order in which the outer optimizer numbers them."""
-    names = {id(anchor): name for name, anchor in state.anchor.items()}
-    return [names[id(p)] for group in state.outer.param_groups for p in group["params"]]
-
-
-def _saved_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
-    # `state_dict` refers to the optimizer's own tensors.
-    return renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
-
-
-def _loaded_outer(state: LocalState, outer: Optimizer, saved: dict[str, Any]) -> Optimizer:
-    outer.load_state_dict(renamed(copy.deepcopy(saved), {name: i for i, name in enumerate(_outer_names(state))}))
-    return outer
-
-
-def _saved_scheduler(state: LocalState, scheduler: LRScheduler | None) -> dict[str, Any] | None:
-    return None if scheduler is None else copy.deepcopy(scheduler.state_dict())
-
-
-def _loaded_scheduler(state: LocalState, scheduler: LRScheduler | None, saved: dict[str, Any]) -> LRScheduler | None:
-    if scheduler is not None:
-        scheduler.load_state_dict(copy.deepcopy(saved))
-    return scheduler
-
-
-@dataclass
-class LocalState(State):
-    """What `Local` saves. With the model and the inner optimizer, beside which each worker saves it, training resumes bit for
-    bit. Results of rounds in flight are saved, not merged.
-
-    Attributes:
-        anchor: the parameters after the last round.
-        outer: the outer optimizer; its state is saved by parameter name.
-        scheduler: of the outer optimizer's learning rate, if there is one.
-        fragments: see `fragments.py`.
-        step: of the present period.
-        num_steps: since the start.
-        committed: with a quorum, what its rounds have merged.
-    """
-
-    anchor: dict[str, nn.Parameter] = averaged()
-    outer: Optimizer = averaged(form=Form(_saved_outer, _loaded_outer))
-    scheduler: LRScheduler | None = shared(form=Form(_saved_scheduler, _loaded_scheduler))
-    fragments: list[Fragment] = nested()
-    step: int = shared(default=0)
-    num_steps: int = shared(default=0)
-    committed: Committed | None = nested(default=None)
 
 
 class LocalUpdates(OwnModelAttachment):
@@ -620,7 +558,7 @@ class LocalUpdates(OwnModelAttachment):
 
         def load_anchors(part: dict[str, Any]) -> None:
             load_tensors(record.anchor, part["anchor"], "anchors")
-            _loaded_outer(record, record.outer, part["outer"])
+            loaded_outer(record, record.outer, part["outer"])
             self._restart_all()
 
         def inner() -> dict[str, Any]:
@@ -639,7 +577,7 @@ class LocalUpdates(OwnModelAttachment):
         )
         self._share_part(
             "anchors",
-            lambda: {"anchor": dict(record.anchor), "outer": _saved_outer(record, record.outer)},
+            lambda: {"anchor": dict(record.anchor), "outer": saved_outer(record, record.outer)},
             torch.no_grad()(load_anchors),
             is_common,
             self._heals_late,
