@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
-from thinwire.comm import ElasticCommunicator, Lighthouse
+from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
 from thinwire.comm.elastic.history import History
 from thinwire.comm.members import LostRounds
 from thinwire.strategy.local.fragments import offset
@@ -430,6 +430,44 @@ def test_a_gossip_round_in_which_a_worker_dies_leaves_no_trace(strategy, elastic
     """The others take this step as if there had been no round."""
     for trace, *counts, _ in in_a_lost_round(elastic, strategy, taken=True):
         assert trace == (False, [], False) and counts == [2, 0]
+
+
+@pytest.mark.parametrize(
+    "averager",
+    [
+        "Mix(Ring())",
+        "PushSum(Exponential())",
+        "Choco(Ring(), QSGD(bits=8), step_size=0.3)",
+        "DeepSqueeze(Ring(), QSGD(bits=8), step_size=0.3)",
+    ],
+)
+def test_an_overlapped_gossip_round_that_cannot_begin_on_one_worker_is_given_up_by_all(averager, elastic):
+    """Without gradients workers only mix, so their mean stays, unless one has mixed and another has not."""
+
+    def worker(comm, number):
+        model = Quadratic()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        handle = tw.attach(model, optimizer, f"Gossip({averager}, overlap=True)", comm=comm)
+        exchange = comm.exchange
+        for step in range(STEPS):
+            if step == DIES and number == 0:
+                comm.exchange = broken
+            handle.begin_round()
+            comm.exchange = exchange
+            if step == 0:
+                for p in model.parameters():
+                    p.data.add_(number)
+            model(number, step).backward()
+            optimizer.step()
+        return comm.counts.aborted, comm.size, vector(model)
+
+    def broken(*messages):
+        raise CommunicationError("the line is cut")
+
+    found = elastic(worker, (0, 1, 2), 3)
+    assert [counts for *counts, _ in found] == [[1, 3]] * 3
+    start = torch.cat([torch.linspace(-1, 1, n) for n in SIZES])
+    torch.testing.assert_close(torch.stack([x for *_, x in found]).mean(0), start + 1, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize(
