@@ -7,11 +7,14 @@ import gc
 import pickle
 import threading
 import time
+import warnings
 import weakref
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
 from helpers.gradients import fingerprint, make_model, train
+from helpers.program import wait_until
 from helpers.spawn import spawn
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -388,6 +391,35 @@ def dropped_worker(comm):
 
 def test_a_ddp_that_nobody_uses_is_garbage_with_its_strategy():
     spawn(1, dropped_worker)
+
+
+def test_a_plain_model_that_nobody_uses_is_garbage_with_its_strategy():
+    def worker(comm):
+        model, kept = nn.Linear(2, 2), nn.Linear(2, 2)
+        tw.compress_gradients(nn.ModuleList([kept]), tw.Mean(), comm=comm)
+        handle = tw.compress_gradients(model, SPARSE, comm=comm)
+        model(torch.ones(1, 2)).sum().backward()
+        dropped, bias = [weakref.ref(one) for one in (model, handle)], model.bias
+        del model, handle
+        # The thread that has finished the backward pass may hold it for a moment.
+        wait_until(lambda: gc.collect() >= 0 and [one() for one in dropped] == [None, None], "garbage", seconds=30)
+        with pytest.raises(ValueError, match="neither the strategy nor the first parameter"):
+            bias.sum().backward()
+        kept(torch.full((1, 2), float(comm.rank))).sum().backward()  # nobody has the handle or the list
+        return kept.weight.grad.tolist()
+
+    assert tw.LocalWorld(2).run(worker) == [[[0.5, 0.5]] * 2] * 2
+
+
+def test_an_attached_model_is_sent_to_another_process_without_a_warning():
+    def worker(comm):
+        model = nn.Linear(2, 2)
+        with tw.compress_gradients(model, tw.Mean(), comm=comm):
+            ForkingPickler.dumps(model)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        alone(worker)
 
 
 def hook_worker(comm):

@@ -16,10 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import unserializable_hook
 
 from ...algorithm import require
 from ...average.base import NamedTensors
@@ -58,7 +61,12 @@ class GradientBuckets:
         self._bucket_of = {id(p): i for i, bucket in enumerate(self._buckets) for _, p in bucket}
         self._syncing = True
         self._graph_task: int | None = None
-        self._hooks = {id(p): p.register_post_accumulate_grad_hook(self._on_gradient) for _, p in parameters}
+        # The garbage collector does not see who refers to these hooks, so they refer to the buckets weakly. It sees the other
+        # kind of hooks; one of them keeps the buckets alive for as long as the model is.
+        on_gradient = partial(_tell, ref(self))
+        self._hooks = {id(p): p.register_post_accumulate_grad_hook(on_gradient) for _, p in parameters}
+        keep = unserializable_hook(partial(_keep, self))  # without a warning where a model is sent to another process
+        self._kept = [p.register_hook(keep) for _, p in parameters[:1]]
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -78,7 +86,7 @@ class GradientBuckets:
 
     def remove(self) -> None:
         """Take the hooks off."""
-        for hook in self._hooks.values():
+        for hook in (*self._hooks.values(), *self._kept):
             hook.remove()
 
     def _on_gradient(self, parameter: Any) -> None:
@@ -157,6 +165,20 @@ class GradientBuckets:
         )
         while self._num_launched < len(self._buckets):
             self._launch_next()
+
+
+def _tell(buckets: ref[GradientBuckets], parameter: Tensor) -> None:
+    found = buckets()
+    if found is None:
+        raise ValueError(
+            "Gradients: the program has kept neither the strategy nor the first parameter of its model, so that nothing would "
+            "average the gradients of the others; keep what attach() returns"
+        )
+    found._on_gradient(parameter)
+
+
+def _keep(buckets: GradientBuckets, gradient: Tensor) -> None:
+    """A hook that does nothing."""
 
 
 def _at_end(call: Callable[[], None]) -> None:
