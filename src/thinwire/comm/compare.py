@@ -82,7 +82,7 @@ def raise_disagreement(described: list[dict[str, str]]) -> None:
     raise ValueError(
         f"workers disagree on {len(differing)} of {len(keys)} settings:\n"
         + "\n".join(lines)
-        + "\nGive every worker the same configuration, and the same tensors in the same order."
+        + "\nGive every worker the same configuration and checkpoint, and the same tensors in the same order."
     )
 
 

@@ -442,7 +442,7 @@ class AveragerAttachment(Attachment):
             if self._comm is None:
                 self._comm = ProcessGroupCommunicator(group, device=self.parameters[0][1].device)
             options = {"seed": self._seed, "has layout": self._layout is not None}
-            self._comm.check_agreement(self.strategy.options() | options)
+            self._comm.check_agreement(self.strategy.options() | options | self._in_common(self._comm))
             if self._layout is not None:
                 layout = self._layout if isinstance(self._layout, Layout) else self._layout(self._comm)
                 self._comm = laid_out(self._comm, layout)
@@ -454,6 +454,10 @@ class AveragerAttachment(Attachment):
         except BaseException:
             self.detach()
             raise
+
+    def _in_common(self, comm: Communicator) -> dict[str, Any]:
+        """What all workers must have alike beside their options; they compare it as they attach."""
+        return {}
 
     def _share_part(self, *args: Any, **kwargs: Any) -> None:
         """`Communicator.share`, until the strategy detaches."""

@@ -33,6 +33,7 @@ from ..base import AveragerAttachment
 from ..model.ddp import DdpRefusal, unwrapped
 from ..model.mean_model import holding_mean
 from ..model.models import kind_of, make_equal, trainable, values_of
+from ..model.optimizer_state import options_and_state
 from ..model.optimizer_step import Arguments, once_gradients_are_there
 from ..model.shards import is_sharded
 from ..strategy import Runtime
@@ -95,6 +96,7 @@ class GradientCompression(AveragerAttachment):
                 "model's optimizer, and make it after fully_shard, which replaces parameters",
             )
             self.check_optimizer(optimizer)
+        self._given = optimizer
 
     def _require_same_forward(self, module: nn.Module) -> None:
         """Raise a ValueError if a forward pass changes parameters, each worker's by its own batch."""
@@ -168,6 +170,11 @@ class GradientCompression(AveragerAttachment):
         if self._state is None:
             with self._attaching() as comm:
                 self._begin(comm)
+
+    def _in_common(self, comm: Communicator) -> dict[str, Any]:
+        """Equal gradients keep models equal only under equal optimizers. In elastic runs a joiner gets the state of others."""
+        given, self._given = self._given, None  # DDP may keep this object for long
+        return {} if given is None or comm.is_elastic else options_and_state(given)
 
     def _begin(self, comm: Communicator) -> None:
         state = self.averager.init(self._tensors(), comm, self._seed)

@@ -69,8 +69,8 @@ class Gradients(Averaging[GradientCompression]):
 
     A model in `DistributedDataParallel` keeps its buckets; `no_sync`, `find_unused_parameters`, `static_graph` and
     `gradient_as_bucket_view` work as usual. A plain module gets our own buckets, and its parameters and buffers are first
-    made equal to rank 0's. A parameter without a gradient counts as zero, and receives the average like all others. One that
-    all workers freeze later gets no gradient any more.
+    made equal to rank 0's. Optimizers are not, so options or states that differ are refused. A parameter without a gradient
+    counts as zero, and receives the average like all others. One that all workers freeze later gets no gradient any more.
 
     A run that goes on from saved states has the bits of one that was not interrupted. With `exchange="sparse_reduce"` or
     `granularity="bucket"` that holds for plain modules: DDP arranges its buckets anew after its first step, and what these

@@ -30,9 +30,8 @@ def stepping_optimizer(call: str, optimizer: Optimizer | None) -> Optimizer:
     """
     given = required(optimizer, f"{call}: averaging follows the steps of an optimizer; give the model's")
     optimizer = unwrapped(given)
-    library = sys.modules.get("torch.distributed.optim")
     require(
-        library is None or not isinstance(optimizer, library.ZeroRedundancyOptimizer),
+        not is_zero_redundancy(optimizer),
         f"{call}: ZeroRedundancyOptimizer sends every worker's share of the parameters to all others in each step, and here "
         "workers' models differ; pass a plain optimizer, or average gradients with compress_gradients",
     )
@@ -42,6 +41,12 @@ def stepping_optimizer(call: str, optimizer: Optimizer | None) -> Optimizer:
         "torch.optim optimizer that it wraps, or call its base class's __init__",
     )
     return optimizer
+
+
+def is_zero_redundancy(optimizer: Optimizer) -> bool:
+    """Whether each worker steps on a share of the parameters, and sends it to all others."""
+    library = sys.modules.get("torch.distributed.optim")  # no such optimizer exists unless somebody imported it
+    return library is not None and isinstance(optimizer, library.ZeroRedundancyOptimizer)
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
