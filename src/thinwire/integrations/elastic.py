@@ -29,9 +29,24 @@ class ElasticState:
         set_steps: lets the trainer count so many.
 
     Example:
-        >>> # state = ElasticState(strategy, comm, [optimizer], [scheduler], [scheduler], lambda: steps, set_steps)
-        >>> # state.begin_step()
-        >>> # loss.backward(); optimizer.step(); scheduler.step()
+        >>> import torch, thinwire as tw
+        >>> from thinwire.integrations.elastic import ElasticState
+        >>> class Trainer:
+        ...     step = 7
+        >>> trainer, model = Trainer(), torch.nn.Linear(2, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> schedules = [torch.optim.lr_scheduler.StepLR(optimizer, step_size=1)]
+        >>> count = (lambda: trainer.step), (lambda steps: setattr(trainer, "step", steps))
+        >>> lighthouse = tw.comm.Lighthouse(min_workers=1, host="127.0.0.1")
+        >>> with tw.comm.ElasticCommunicator(lighthouse.address, number=3, min_workers=1) as comm:
+        ...     with tw.attach(model, optimizer, "Local(Mean(), every=1)", comm=comm) as strategy:
+        ...         state = ElasticState(strategy, comm, [optimizer], schedules, schedules, *count)
+        ...         state.begin_step()
+        ...         model(torch.ones(1, 2)).sum().backward()
+        ...         optimizer.step()
+        ...         state.state_dict()["rounds"]["rounds"]
+        1
+        >>> lighthouse.close()
     """
 
     def __init__(
