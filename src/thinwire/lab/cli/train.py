@@ -19,8 +19,9 @@ of `thinwire watch RUN --serve [ADDRESS:]PORT`.
 --evaluate CHECKPOINT trains nothing: it tests the model of a checkpoint, such as runs/NAME/checkpoints/best, with the
 configuration that is saved there; options change it, such as --data.folder.
 
-Ctrl-C, SIGTERM and SIGUSR1 stop the run after its step, with a checkpoint; `--resume` continues it. Exit codes: 0 finished,
-1 a worker failed, 2 an error in the command or the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
+Ctrl-C, SIGTERM, SIGUSR1 and a terminal that closes (SIGHUP) stop the run after its step, with a checkpoint; `--resume`
+continues it. Under `nohup` it outlives the terminal. Exit codes: 0 finished, 1 a worker failed, 2 an error in the command or
+the data, 75 stopped and saved, 130 stopped by Ctrl-C and saved.
 
 `thinwire train --list` shows the recipes. `thinwire train RECIPE --help` shows the options and the recipe's values.
 """

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from ..files import read_json, write_json
+from ..train.signals import heard
 from .execute import start
 from .file import PlannedRun
 from .show import print_ended
@@ -78,11 +79,14 @@ def stop(processes: Sequence[subprocess.Popen]) -> None:
 
 
 class _Interrupts:
-    """Treat SIGTERM and SIGHUP as Ctrl-C, and delay all three while a run starts, so that no started run is forgotten."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C, and delay all three while a run starts, so that no started run is forgotten.
+
+    Under `nohup`, SIGHUP stays ignored.
+    """
 
     def __enter__(self) -> _Interrupts:
         self._is_held, self._came = False, False
-        self._before = {number: signal.signal(number, self._receive) for number in STOPPING}
+        self._before = {number: signal.signal(number, self._receive) for number in heard(STOPPING)}
         return self
 
     def __exit__(self, *error: object) -> None:

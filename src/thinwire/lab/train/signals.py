@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterable
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)  # if several arrive at once, the first in this order counts
+# If several arrive at once, the first in this order counts. The last comes when a terminal closes, as after a lost ssh.
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+
+
+def heard(numbers: Iterable[signal.Signals]) -> list[signal.Signals]:
+    """Those of the signals that this process may handle: all but a SIGHUP that it was started to ignore, as by `nohup`."""
+    return [number for number in numbers if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN]
 
 
 def ignore_requests() -> None:

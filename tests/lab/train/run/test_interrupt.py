@@ -23,6 +23,7 @@ from helpers.program import Program, below, wait_until, workers_of
 from helpers.spawn import spawn as run_in_processes
 
 from thinwire.comm import LocalWorld, notice
+from thinwire.lab.sweep import local
 from thinwire.lab.train import Interrupted, RunConfig, WorkerError, train
 from thinwire.lab.train.run import interrupt
 from thinwire.lab.train.run.interrupt import Interruption, requeue
@@ -74,6 +75,21 @@ def test_ctrl_c_counts_first_and_without_signals_nothing_stops():
 
     assert LocalWorld(3).run(mixed) == [[0, signal.SIGINT]] * 3
     assert LocalWorld(3).run(none) == [[0, 0, 0]] * 3
+
+
+def ignore_what_nohup_ignores(comm) -> None:
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    with Interruption() as interruption:
+        with watch.requests_passed_on([]) as requests, local._Interrupts():
+            os.kill(os.getpid(), signal.SIGHUP)
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert (interruption.received, requests.signal) == (0, 0)
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def test_a_run_and_a_sweep_under_nohup_outlive_their_terminal():
+    """A sweep stopped all of its runs."""
+    run_in_processes(1, ignore_what_nohup_ignores)
 
 
 def hear_a_blocked_signal(comm) -> None:
@@ -176,7 +192,12 @@ linux = pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="the ker
 @linux
 @pytest.mark.parametrize(
     "number, whom, code",
-    [(signal.SIGTERM, "group", 75), (signal.SIGINT, "group", 130), (signal.SIGUSR1, "worker", 75)],
+    [
+        (signal.SIGHUP, "group", 75),
+        (signal.SIGINT, "group", 130),
+        (signal.SIGUSR1, "worker", 75),
+        (signal.SIGTERM, "parent", 75),
+    ],
 )
 def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(number, whom, code, running, tmp_path):
     """The group is what a terminal or SLURM signals: parent, fork server and workers at once."""
@@ -185,7 +206,7 @@ def test_a_run_stops_with_a_checkpoint_and_says_how_to_go_on(number, whom, code,
     if whom == "group":
         os.killpg(running.pid, number)
     else:
-        os.kill(workers[1], number)
+        os.kill(running.pid if whom == "parent" else workers[1], number)
     _, said = running.communicate(timeout=400)
     assert running.returncode == code, said
     assert said.count("\n") == 1
@@ -279,7 +300,7 @@ def test_requeue_without_resume_is_refused():
 
 
 def test_how_a_run_was_stopped_is_its_exit_code():
-    assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75]
+    assert [Interrupted(number, Path("x")).exit_code for number in SIGNALS] == [130, 75, 75, 75]
 
 
 def alive(pid: int) -> bool:

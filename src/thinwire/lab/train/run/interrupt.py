@@ -23,7 +23,7 @@ import torch
 
 from ....comm import Communicator, Handle
 from ....comm.notice import NOTICE_SECONDS
-from ..signals import SIGNALS
+from ..signals import SIGNALS, heard
 
 log = logging.getLogger("thinwire")
 
@@ -55,7 +55,7 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Handles SIGINT, SIGTERM and SIGUSR1 and unblocks them. Use it in the main thread.
+    """Handles `SIGNALS` and unblocks them; under `nohup`, SIGHUP stays ignored. Use it in the main thread.
 
     Args:
         end: called in another thread with a signal that comes while the main thread waits for other workers, before the run
@@ -89,7 +89,7 @@ class Interruption:
             signal.set_wakeup_fd(self._writes)
             threading.Thread(target=self._listen, args=(reads, self._end), name="thinwire-signals", daemon=True).start()
         # A launcher of ours has blocked them until now, so that none is lost.
-        self._handlers = {number: signal.signal(number, self._receive) for number in SIGNALS}
+        self._handlers = {number: signal.signal(number, self._receive) for number in heard(SIGNALS)}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         return self
 
@@ -127,7 +127,7 @@ class Interruption:
         """The signal that any worker had received by its previous call, or 0; the same on all workers.
 
         Args:
-            comm: sums 12 bytes over the workers, which all call this after each step.
+            comm: sums 16 bytes over the workers, which all call this after each step.
             at_once: return the signals received by now, and wait for the slowest worker.
         """
         vote, self._vote = self._begin_vote(comm) if at_once else self._vote, None

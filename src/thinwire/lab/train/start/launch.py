@@ -55,7 +55,7 @@ def train(
     Raises:
         ValueError: the configuration or the data are wrong, or the folder is taken.
         WorkerError: a worker failed; all others have been stopped.
-        Interrupted: SIGINT, SIGTERM or SIGUSR1 stopped the run, and it was saved.
+        Interrupted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped the run, and it was saved.
     """
     strategy = config.parsed_strategy()
     config = _with_credentials(config)

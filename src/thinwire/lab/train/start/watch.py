@@ -1,8 +1,8 @@
 """Watches the workers of this machine.
 
 A worker that fails, exits early or stays stopped (SIGSTOP) ends the run. One line names its number and the reason. Ctrl-C,
-SIGTERM and SIGUSR1 are passed on to the workers, which stop after their step with a checkpoint. Workers that do not stop in
-time are killed; a second Ctrl-C kills all of them.
+SIGTERM, SIGUSR1 and SIGHUP are passed on to the workers, which stop after their step with a checkpoint. Workers that do not
+stop in time are killed; a second Ctrl-C kills all of them.
 
 In an elastic run, a worker that a signal ends (SIGKILL, the kernel's memory killer, a crash) is started again, and healed by
 the others. One that stays stopped is killed first. A worker that is left out of the run is started again after a while. All
@@ -33,7 +33,7 @@ from ....comm.elastic.forming import LEFT_OUT_SECONDS
 from ....comm.store import Store
 from ..folder.checkpoint import latest
 from ..run.interrupt import Interrupted
-from ..signals import SIGNALS
+from ..signals import SIGNALS, heard
 from .worker import LEFT_OUT, MISTAKEN
 
 log = logging.getLogger("thinwire")
@@ -81,7 +81,7 @@ class Requests:
 def requests_passed_on(workers: Sequence[BaseProcess]) -> Iterator[Requests]:
     """Context that passes signals on to the workers, and kills all that are left at its end."""
     requests = Requests(workers)
-    handlers = {number: signal.signal(number, requests.receive) for number in SIGNALS}
+    handlers = {number: signal.signal(number, requests.receive) for number in heard(SIGNALS)}
     try:
         yield requests
     finally:
