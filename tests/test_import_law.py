@@ -41,6 +41,7 @@ FLOORS = {
     "lab.console": 10,
     "lab.fields": 10,
     "lab.files": 10,
+    "lab.output": 10,
     "lab.variables": 10,
     "lab.overrides": 10,
     "lab.report": 11,

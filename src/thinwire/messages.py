@@ -33,8 +33,11 @@ class UntilConfigured(logging.Handler):
         """Write one line."""
         # Else handlers of the root logger get the record, because it propagates.
         if not is_configured():
-            sys.stderr.write(f"thinwire: {self.format(record)}\n")
-            sys.stderr.flush()
+            try:
+                sys.stderr.write(f"thinwire: {self.format(record)}\n")
+                sys.stderr.flush()
+            except Exception:  # there is no stderr, or its terminal was closed; the program goes on
+                self.handleError(record)
 
 
 def install() -> None:

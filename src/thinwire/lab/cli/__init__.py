@@ -32,12 +32,12 @@ Each command explains its options with --help. A first run:
 
 from __future__ import annotations
 
-import os
-import select
+import errno
 import sys
 from collections.abc import Sequence
 
 from ...messages import install_for_warnings
+from ..output import drop, output_is_read, prepare_output
 from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .doctor import doctor_command
@@ -57,11 +57,12 @@ from .watch import watch_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads the output.
+    """Run a command; returns 0, 1 if stdout is a full disk, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads it.
 
     `train` has more exit codes.
     """
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    prepare_output()
     install_for_warnings()
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")
@@ -80,22 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(advice(command, [package]), 2)
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
-    except BrokenPipeError:
-        # Then another pipe or connection broke, not that of stdout.
-        if output_is_read():
+    except OSError as error:
+        is_of_stdout = error.filename is None  # as is that of a connection
+        if is_of_stdout and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            drop(1)
+            return fail(f"stdout cannot be written ({error.strerror}); free some space", 1)
+        if not is_of_stdout or error.errno not in (errno.EPIPE, errno.EIO) or output_is_read():
             raise
         return 141  # 128 and the number of SIGPIPE, as a shell reports it
-
-
-def output_is_read() -> bool:
-    """Whether stdout still has a reader. Without one, as after `| head`, what is left to print is dropped."""
-    stdout = 1
-    waiting = select.poll()
-    waiting.register(stdout, 0)  # hang-ups and errors are reported unasked
-    if not waiting.poll(0):
-        return True
-    os.dup2(os.open(os.devnull, os.O_WRONLY), stdout)  # Python flushes once more when it ends
-    return False
 
 
 def help_command(options: list[str]) -> None:

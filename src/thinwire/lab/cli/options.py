@@ -44,13 +44,14 @@ def fail(message: object, code: int) -> int:
     they raise together.
     """
     rank, text = os.environ.get("RANK", "0"), " ".join(str(message).split())
-    if code != 2 or rank == "0":
-        print(f"thinwire: {text}", file=sys.stderr, flush=True)
-    elif os.environ.get("LOCAL_RANK") == "0":
+    if code == 2 and rank != "0":
         from ..train.shared_errors import SharedError
 
-        if not isinstance(message, SharedError):
-            print(f"thinwire: worker {rank}: {text}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK") != "0" or isinstance(message, SharedError):
+            return code
+        text = f"worker {rank}: {text}"
+    with contextlib.suppress(OSError):  # its terminal was closed, and the code tells
+        print(f"thinwire: {text}", file=sys.stderr, flush=True)
     return code
 
 

@@ -76,10 +76,11 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
     """Run on this machine; show a table on a terminal, and one line for each run elsewhere."""
     from rich.console import Console
 
+    from ..output import WhileOpen
     from ..sweep import run_locally
     from ..sweep.show import LiveTable, counted, statuses_of
 
-    console = Console()
+    console = Console(file=WhileOpen())
     if console.is_terminal:
         with LiveTable(sweep, console) as table:
             run_locally(sweep.runs, at_once, table.refresh)

@@ -17,6 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
+from ..output import WhileOpen
 from .file import PlannedRun, Sweep, in_words
 from .status import Status, log_tail, status_of
 
@@ -142,7 +143,7 @@ def print_ended(runs: Sequence[PlannedRun]) -> None:
     """Print a line for each run that has ended, where there is no terminal."""
     for run in runs:
         status = status_of(run)
-        print(f"  {status.state:8}  {run.folder.name}  {status.detail}", flush=True)
+        print(f"  {status.state:8}  {run.folder.name}  {status.detail}", file=WhileOpen(), flush=True)
 
 
 def show_failures(sweep: Sweep) -> int:

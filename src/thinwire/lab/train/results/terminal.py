@@ -10,6 +10,8 @@ from rich.console import Console, RenderableType
 from rich.table import Column
 from rich.text import Text
 
+from ...output import WhileOpen
+
 log = logging.getLogger("thinwire")
 
 
@@ -24,7 +26,7 @@ class TwoLines(progress.Progress):
 
 
 class Terminal:
-    """Shows rows of metrics on stdout. Errors and warnings go to stderr.
+    """Shows rows of metrics on stdout, while it is open. Errors and warnings go to stderr.
 
     Args:
         title: text before the bar.
@@ -39,7 +41,7 @@ class Terminal:
     ):
         self._metric, self._skip_limit = metric, skip_limit
         self._title, self._num_steps, self._tenths_shown = title, num_steps, 10 * done // num_steps
-        self._console = Console(highlight=False)
+        self._console = Console(file=WhileOpen(), highlight=False)
         self._bar = TwoLines(
             progress.TextColumn(
                 "[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=48)
