@@ -19,12 +19,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from ..algorithm import require
 from ..messages import error_place, error_text
 from .local_world import name_rank
 from .process_group import ProcessGroupCommunicator
 
 if TYPE_CHECKING:
     from multiprocessing.context import ForkServerContext, SpawnContext  # Windows has no fork server
+    from multiprocessing.process import BaseProcess
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,11 @@ class ProcessWorld:
         `fn`, `args` and the results must be picklable: a function at the top level of a module.
 
         Raises:
+            ValueError: this process may not start others, see `require_may_start`.
             Exception: the first error that a worker raised, its rank put before its message; however it ends, no
                 worker is left.
         """
+        require_may_start()
         context, task = worker_context(["thinwire"]), pickle.dumps((fn, args))
         with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
             store = f"file://{folder}/store"
@@ -76,13 +80,42 @@ def worker_context(preloaded: list[str]) -> ForkServerContext | SpawnContext:
     return context
 
 
+def require_may_start() -> None:
+    """Check that this process may start workers.
+
+    Raises:
+        ValueError: it is a worker that is importing the main script, which starts workers again; or it is a daemon.
+    """
+    process = multiprocessing.current_process()
+    require(
+        not getattr(process, "_inheriting", False),  # so Python marks it
+        "each worker imports the main script, which starts workers again; put what the script does below "
+        "`if __name__ == '__main__':`",
+    )
+    require(not process.daemon, "a daemonic process, as of a Pool, may not start workers; start it with daemon=False")
+
+
+def start(process: BaseProcess) -> None:
+    """Start a process. It imports the main script, except one from standard input, which is no file."""
+    main: Any = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if path is None or not os.path.basename(path).startswith("<"):
+        process.start()
+        return
+    del main.__file__
+    try:
+        process.start()
+    finally:
+        main.__file__ = path
+
+
 def _started(
     context: ForkServerContext | SpawnContext, stack: contextlib.ExitStack, arguments: tuple[Any, ...]
 ) -> Connection:
     """The parent's end of a new worker's pipe; leaving the stack ends the worker."""
     parent, child = context.Pipe()
     process = context.Process(target=_work, args=(child, *arguments), daemon=True)
-    process.start()
+    start(process)
     # Callbacks run in reverse order: first the kill, then the join.
     stack.callback(process.join)
     stack.callback(process.kill)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +17,7 @@ from pathlib import Path
 from ....algorithm import require
 from ....comm import Credentials
 from ....comm.addresses import address_text
+from ....comm.process_world import require_may_start
 from ....comm.tcp.endpoint import require_engine
 from ..config import RunConfig
 from ..device import choose_device
@@ -53,10 +55,15 @@ def train(
         on_start: called once with the run's folder, before it trains: by this process, or under a launcher by rank 0.
 
     Raises:
-        ValueError: the configuration or the data are wrong, or the folder is taken.
+        ValueError: the configuration or the data are wrong, or the folder is taken; or it is called in another thread
+            than the main one, or in a process that may not start workers.
         WorkerError: a worker failed; all others have been stopped.
         Interrupted: SIGINT, SIGTERM, SIGUSR1 or SIGHUP stopped the run, and it was saved.
     """
+    require(
+        threading.current_thread() is threading.main_thread(),
+        "train() answers signals, which only the main thread can; call it there, or in a process of its own",
+    )
     strategy = config.parsed_strategy()
     config = _with_credentials(config)
     require(
@@ -101,6 +108,7 @@ def _with_credentials(config: RunConfig) -> RunConfig:
 
 
 def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on_start: OnStart) -> Path:
+    require_may_start()
     require(
         config.workers == 1 or config.listen or config.relay is not None,
         "several workers that take no connections need a relay; leave --no-listen out, or add --relay HOST:PORT",
