@@ -245,6 +245,17 @@ def begin_step(averager: Averager, state: AveragerState, tensors: NamedTensors, 
     state.stepped.update(names)
 
 
+def handle_of(averager: Averager, handle: Handle | None) -> Handle:
+    """What `step` returned. It may be of any class in someone's own averager, but not None.
+
+    Raises:
+        ValueError: None.
+    """
+    if handle is None:  # in every round, so the message is built only when it is raised
+        raise ValueError(f"{averager}: step must return a Handle, got None")
+    return handle
+
+
 def check_waited(averager: Averager, handles: Sequence[Handle]) -> None:
     """Raise ValueError unless each handle of the round has been waited for, without an error; averagers of gradients begin
     `commit` with it. Otherwise memory would keep a round whose results nobody has."""

@@ -57,6 +57,7 @@ from torch import Tensor
 from .. import debug, kernels
 from ..algorithm import Algorithm, require
 from ..kernels import Flag
+from ..kernels.checks import described
 from .traits import Traits
 from .types import Key, Keys, Selection, Size, Sizes, Symbols, Tensors, as_list
 
@@ -101,7 +102,14 @@ class Codec(Algorithm, ABC):
             _check_residuals(segments, residuals)
             # Views, because codecs write into the caller's memory.
             residuals = [r.view(s.shape) for r, s in zip(residuals, segments, strict=True)]
-        return self.encode_segments(segments, [k.mixed() for k in keys], residuals)
+        payload = self.encode_segments(segments, [k.mixed() for k in keys], residuals)
+        # In every round, so the message is built only when it is raised.
+        if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:
+            raise self._no_payload(payload)
+        if debug.enabled:
+            hint = "encode and nbytes disagree"
+            self._check_size(payload, self.nbytes([s.shape for s in segments]), _numel_of(segments), hint)
+        return payload
 
     def decode(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Tensor | list[Tensor]:
         """Decode a payload into a new float32 tensor, or several; a size is a number of elements or a `torch.Size`."""
@@ -302,15 +310,20 @@ class Codec(Algorithm, ABC):
         expected = self.nbytes([o.shape for o in outs])
         for payload in payloads:
             if payload.dtype != torch.uint8 or payload.dim() != 1:
-                raise ValueError(
-                    f"{self}: a payload is a vector of uint8, got {payload.dtype} of shape {tuple(payload.shape)}"
-                )
-            if payload.numel() > expected or (self.traits.fixed_size and payload.numel() != expected):
-                raise ValueError(
-                    f"{self}: a payload for {_numel_of(outs)} elements has "
-                    f"{'' if self.traits.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; "
-                    "were sender and receiver configured alike?"
-                )
+                raise self._no_payload(payload)
+            self._check_size(payload, expected, _numel_of(outs))
+
+    def _check_size(
+        self, payload: Tensor, expected: int, numel: int, hint: str = "were sender and receiver configured alike?"
+    ) -> None:
+        if payload.numel() > expected or (self.traits.fixed_size and payload.numel() != expected):
+            raise ValueError(
+                f"{self}: a payload for {numel} elements has "
+                f"{'' if self.traits.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; {hint}"
+            )
+
+    def _no_payload(self, payload: object) -> ValueError:
+        return ValueError(f"{self}: a payload is a vector of uint8, got {described(payload)}")
 
     def _undecodable(self, payloads: Sequence[Tensor], numel: int, error: ValueError) -> ValueError:
         """The error of payloads that a kernel refuses: it names the codec and the sizes."""

@@ -13,6 +13,17 @@ from torch import Tensor
 MAX_SEGMENT_NUMEL = 2**31 - 1  # indices are int32
 
 
+def described(value: object) -> str:
+    """A tensor's type and shape, or what stands in its place, for messages.
+
+    Example:
+        >>> import torch
+        >>> described(torch.zeros(2, 3)), described(None)
+        ('torch.float32 of shape (2, 3)', 'NoneType')
+    """
+    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+
+
 def device_of(tensors: Sequence[Tensor], other: Tensor | None = None) -> torch.device:
     """Device of the first tensor; without any, that of `other`, else the CPU."""
     if tensors:

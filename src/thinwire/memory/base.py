@@ -42,6 +42,7 @@ from torch import Tensor
 from .. import kernels
 from ..algorithm import Algorithm
 from ..codec import Selection
+from ..kernels.checks import described
 from ..membership import forget
 
 NamedTensors = Sequence[tuple[str, Tensor]]
@@ -93,7 +94,7 @@ class Memory(Algorithm, ABC):
         Returns:
             The values to send, one flat buffer per tensor; and the selection, or None to let the codec select.
         """
-        return [self.compensate(state, name, gradient, scale) for name, gradient in tensors], None
+        return [self._compensated(state, name, gradient, scale) for name, gradient in tensors], None
 
     def compensate_products(
         self, state: Any, tensors: NamedTensors, scale: float, ps: Sequence[Tensor]
@@ -109,8 +110,19 @@ class Memory(Algorithm, ABC):
         Returns:
             The values to send, one flat buffer per tensor; and `p x'` for each, of shape (rank, n).
         """
-        xs = [self.compensate(state, name, gradient, scale) for name, gradient in tensors]
+        xs = [self._compensated(state, name, gradient, scale) for name, gradient in tensors]
         return xs, kernels.low_rank.products(xs, [len(t) for _, t in tensors], ps, left=False)
+
+    def _compensated(self, state: Any, name: str, gradient: Tensor, scale: float) -> Tensor:
+        """What `compensate` returns, checked."""
+        x = self.compensate(state, name, gradient, scale)
+        # For each tensor of each round, so the message is built only when it is raised.
+        if not isinstance(x, Tensor) or x.dtype != torch.float32 or x.dim() != 1 or x.numel() != gradient.numel():
+            raise ValueError(
+                f"{self}: compensate must return a flat float32 buffer of {gradient.numel()} elements for {name!r}, got "
+                f"{described(x)}"
+            )
+        return x
 
     def masked(self, state: Any, name: str) -> Tensor:
         """With `needs_support`: the flat buffer that the averager zeroes at every position that was sent."""

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..algorithm import require
-from ..average.base import Averager, NamedTensors
+from ..average.base import Averager, NamedTensors, handle_of
 from ..comm import Communicator
 from ..options import require_integer
 
@@ -102,7 +102,7 @@ def consensus(
 def _one_round(state: object, tensors: NamedTensors, averager: Averager, comm: Communicator) -> Tensor:
     """Average once; returns the bits and messages that this worker has sent for it."""
     before = comm.ledger.snapshot()
-    averager.step(state, tensors, comm).wait()
+    handle_of(averager, averager.step(state, tensors, comm)).wait()
     averager.commit(state)
     traffic = comm.ledger.since(before)
     return torch.tensor([8 * traffic.bytes_sent, traffic.messages], dtype=torch.float64, device="cpu")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from ..algorithm import Algorithm
 from ..notation import parse
 
@@ -34,14 +32,3 @@ def check_algorithm(algorithm: object, kind: type[Algorithm], named: bool) -> No
             "literals or algorithms, or pass named=False"
         ) from None
     assert again == algorithm and hash(again) == number, f"parse({algorithm!r}) gives another {what}"
-
-
-def described(value: object) -> str:
-    """A tensor's type and shape, or what stands in its place, for messages.
-
-    Example:
-        >>> import torch
-        >>> described(torch.zeros(2, 3)), described(None)
-        ('torch.float32 of shape (2, 3)', 'NoneType')
-    """
-    return f"{value.dtype} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from ..average import Clip
-from .algorithm import check_algorithm, described
+from ..kernels.checks import described
+from .algorithm import check_algorithm
 from .random import normal, untouched_random_state
 
 SHAPES = [(), (0,), (7,), (13, 5), (3, 4, 5)]

@@ -218,11 +218,11 @@ def _job(comm: Communicator, case: ExchangeRound, bucket: Bucket, owners: OwnerM
 
 
 def _finished(flight: PendingExchange, flights: list[PendingExchange]) -> tuple[Job, list[Tensor], Tensor, bool]:
-    finish = complete(flight, flights)
+    complete(flight, flights)
     # NaN, which `finish` must overwrite.
     totals = [torch.full_like(tensor, math.nan) for tensor in flight.job.tensors]
     dense = torch.zeros_like(flight.job.dense)
-    return flight.job, totals, dense, kernels.flags.read(finish(totals, dense))
+    return flight.job, totals, dense, kernels.flags.read(flight.finished(totals, dense))
 
 
 def flat(tensors: Sequence[Tensor]) -> Tensor:

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ..codec import Codec, Key, TopK
+from ..kernels.checks import described
 from ..membership import check_state
 from ..memory import Memory
-from .algorithm import check_algorithm, described
+from .algorithm import check_algorithm
 from .random import normal, untouched_random_state
 from .state import check_joining, check_redistribution, same
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from ..average import Rule
 from ..average.robust.base import Combined, Messages
-from .algorithm import check_algorithm, described
+from ..kernels.checks import described
+from .algorithm import check_algorithm
 from .random import normal, untouched_random_state
 
 NUMELS = [7, 0, 30, 3]

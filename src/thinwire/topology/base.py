@@ -97,7 +97,10 @@ class Topology(Algorithm, ABC):
         self.validate(size, rank)
         if step < 0:
             raise ValueError(f"steps are counted from 0, got step={step}")
-        return self._neighbours(rank, step, size) if size > 1 else Neighbours({}, {}, 1.0)
+        own: object = self._neighbours(rank, step, size) if size > 1 else Neighbours({}, {}, 1.0)
+        if not isinstance(own, Neighbours):
+            raise ValueError(f"{self!r}: _neighbours returns Neighbours, got {own!r:.100} for rank {rank} of {size}")
+        return own
 
     def row(self, rank: int, step: int, size: int) -> dict[int, float]:
         """The nonzero entries of `P[rank, :]` as `{peer: weight}`, own weight first."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import isclose
+from math import fsum, isclose
 from typing import TYPE_CHECKING
 
 from ...algorithm import require
@@ -66,6 +66,19 @@ def check_doubly_stochastic(averager: GossipAverager, size: int) -> None:
         f"{averager}: the mixing matrix of {size} workers is not doubly stochastic, so the mean would not be kept; "
         "use weights='metropolis', a regular graph, or PushSum",
     )
+
+
+def check_column_stochastic(averager: GossipAverager, size: int) -> None:
+    """Raise ValueError unless the weights of each worker's value add up to one, as those of every valid topology do."""
+    topology = averager.topology
+    for step in topology.steps(size):
+        for rank in range(size):
+            total = fsum(topology.column(rank, step, size).values())
+            require(
+                isclose(total, 1.0),
+                f"{averager}: at step {step} the weights of rank {rank} of {size} workers add up to {total:.6g}, not to 1, so "
+                "the mean would not be kept; see thinwire.testing.check_topology",
+            )
 
 
 def check_fixed_undirected(averager: GossipAverager, size: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ... import kernels
 from ...topology import Exponential, Topology
 from .base import GossipAverager
+from .checks import check_column_stochastic
 from .nodes import pack_weighted, unpack_weighted
 from .round import Apply, Arrive, GossipState, Round, add_differences
 from .values import Parts
@@ -53,7 +54,7 @@ class PushSum(GossipAverager):
     topology: Topology = field(default_factory=Exponential)
 
     def check_topology(self, size: int) -> None:
-        """Every topology is column-stochastic."""
+        check_column_stochastic(self, size)
 
     def begin(self, state: GossipState, round: Round, own: Parts) -> Arrive:
         weight, dtype = state.weight, state.layout.dtype

@@ -463,14 +463,14 @@ class Mean(Averager):
         self, state: MeanState, flight: PendingExchange, encoded: NamedTensors, dense: NamedTensors, scale: float
     ) -> None:
         """Wait for the exchange, and write the means into the tensors."""
-        finish = complete(flight, state.flights)
+        complete(flight, state.flights)
         state.flights.remove(flight)
         outs, dense_outs = [t for _, t in encoded], [t for _, t in dense]
         totals, dense_total = result_buffers(outs), torch.zeros_like(flight.job.dense)
         follows = self._follows_line
         # Messages had come before they were decoded, so the time of decoding is subtracted.
         decoded = state.clock.seconds.get("decode", 0.0) if follows else 0.0
-        finite = finish(totals, dense_total)
+        finite = flight.finished(totals, dense_total)
         if follows:
             state.arrived(flight, state.clock.seconds.get("decode", 0.0) - decoded)
         with state.clock("decode"):

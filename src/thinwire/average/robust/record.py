@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...kernels.checks import described
 from ...membership import WHOLE, State, pending, shared
 from ..base import Before
-from .base import Messages, Rule, dots
+from .base import Combined, Messages, Rule, dots
 
 HEAVY = 0.5  # a message that is clipped to less than this share of its norm counts as wrong
 
@@ -87,7 +88,9 @@ class RuleState(State):
             return torch.full_like(rows[0], float("nan"))
         center = torch.cat([self.center[name] for name in names]) if rule.has_center else None
         kept = rows if len(present) == size else rows[present]
-        result, norms, dropped = rule.combine(Messages(kept, numels, size - len(present), center, seed))
+        combined = rule.combine(Messages(kept, numels, size - len(present), center, seed))
+        _check(rule, combined, sum(numels))
+        result, norms, dropped = combined
         parts = dict(zip(names, result.split(numels), strict=True)) if rule.has_center else {}
         not_finite = [rank for rank in range(size) if not finite[rank]]
         self.judgement = replace(self.judged(present, not_finite, norms, dropped, is_scaled), center=parts)
@@ -159,3 +162,11 @@ class RuleState(State):
             return found
         found |= {f"not_finite/{rank}": 1.0 for rank in self.last.not_finite}
         return found | {f"clipped/{rank}": lost for rank, lost in self.last.clipped.items()}
+
+
+def _check(rule: Rule, combined: object, numel: int) -> None:
+    """Raise ValueError unless a rule returned a result of all elements; in every round, so messages are built when raised."""
+    result = combined.result if isinstance(combined, Combined) else None
+    if not isinstance(result, Tensor) or result.dtype != torch.float32 or result.shape != (numel,):
+        got = type(combined).__name__ if result is None else described(result)
+        raise ValueError(f"{rule}: combine must return Combined(result) with {numel} elements of float32, got {got}")

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from ...algorithm import require
-from ...average.base import Averager, NamedTensors
+from ...average.base import Averager, NamedTensors, handle_of
 from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, refuse_capture
 from ..model.optimizer_step import without_autocast
@@ -184,9 +184,8 @@ class GradientRounds:
         handle: Any = None  # of any class, from someone's own averager
         if not (self._comm.is_elastic and self._is_broken):  # nothing more is sent in a round that has failed
             with self._transaction.attempt(), self._work.after_caller():
-                handle = self._averager.step(self._state, tensors, self._comm, self._scale)
-                if handle is None:  # which stands for a round that has failed
-                    raise ValueError(f"{self._averager}: step must return a Handle, got None")
+                step = self._averager.step(self._state, tensors, self._comm, self._scale)
+                handle = handle_of(self._averager, step)
         if handle is None:
             self._is_broken = True
             for _, future, buffer in held:

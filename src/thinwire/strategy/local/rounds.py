@@ -48,9 +48,10 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from ... import kernels
 from ...algorithm import require, required
-from ...average.base import Averager, NamedTensors
+from ...average.base import Averager, NamedTensors, handle_of
 from ...clock import Clock
 from ...comm import CommunicationError, Communicator
+from ...kernels.checks import described
 from ...membership import check_state, load_shared, load_tensors, shared_part
 from ...streams import WorkStream
 from ..flight import Flight
@@ -108,6 +109,11 @@ class LocalUpdates(OwnModelAttachment):
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
+            require(
+                isinstance(made, (Optimizer, LRScheduler)),
+                f"{self.call}: outer must return an optimizer of torch.optim, and {strategy.outer!r} returned "
+                f"{described(made)}",
+            )
             self._scheduler = made if isinstance(made, LRScheduler) else None
             self._outer: Optimizer = made.optimizer if isinstance(made, LRScheduler) else made
             # Compared here, because a function that makes it is another object on each worker.
@@ -454,7 +460,7 @@ class LocalUpdates(OwnModelAttachment):
             fragment.rejected = not is_finite
         tensors = fragment.named_changes() if self.averager.traits.gives_one_mean else fragment.tensors
         with comm.ledger.counted_by_steps():
-            self.averager.step(fragment.state, tensors, comm).wait()
+            handle_of(self.averager, self.averager.step(fragment.state, tensors, comm)).wait()
         comm.ledger.record_round(comm.ledger.bytes_sent - before)
 
     def _merge(self, fragment: Fragment, alpha: float) -> None:

@@ -30,6 +30,7 @@ from ...algorithm import require
 from ...average.base import Averager, NamedTensors
 from ...average.gossip.pairwise import Pairwise
 from ...comm import Communicator, ProcessGroupCommunicator
+from ...kernels.checks import described
 
 
 def is_sharded(t: Tensor) -> bool:
@@ -220,7 +221,10 @@ class Replica:
         """
         if self:
             state.finite = _all_of(self._round_comms, kernels.flags.read(state.finite))
-        return averager.commit(state)
+        finite: object = averager.commit(state)
+        if not isinstance(finite, bool):  # in every round, so the message is built only when it is raised
+            raise ValueError(f"{averager}: commit must return whether all results were finite, got {described(finite)}")
+        return finite
 
     def first(self, found: Any) -> Any:
         """What the first worker of this replica passed that did not pass None. They call it together."""

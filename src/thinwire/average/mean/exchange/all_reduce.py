@@ -64,6 +64,11 @@ def _all_reduce(job: Job) -> Finish:
     sum_dtype = job.codec.traits.sum_dtype
     assert sum_dtype is not None, f"{job.codec} is not summable"  # `Mean` refuses it
     payload = job.encode(job.tensors, job.keys, job.masked)
+    if payload.numel() % sum_dtype.itemsize:  # in every round, so the message is built only when it is raised
+        raise ValueError(
+            f"rank {job.comm.rank}: {job.codec}: a payload of {payload.numel()} bytes holds no whole number of {sum_dtype}, "
+            "its sum_dtype"
+        )
     with job.clock("exchange"):
         # All workers have the same sizes, so all leave out the same collectives.
         handles = [job.comm.all_reduce(part) for part in (payload.view(sum_dtype), job.dense) if part.numel()]

@@ -39,6 +39,8 @@ from ....codec import Codec, Key, Selection
 from ....comm import Communicator, Handle
 from ....comm.check import announced_sizes
 from ....kernels import Flag
+from ....kernels.checks import described
+from ....kernels.flags import Unread
 from ....memory import ErrorFeedbackState
 from ....streams import uploaded
 
@@ -312,22 +314,33 @@ class PendingExchange:
             self._pending = self._stages.send(result)
         except StopIteration as end:
             return self._checked(end.value)
+        if not isinstance(self._pending, Handle):
+            raise self._broken("begin must yield the handle of each collective", self._pending)
         return None
+
+    def finished(self, totals: list[Tensor], dense_total: Tensor) -> Flag:
+        """Call `finish`, which is set; returns whether all of `totals` is finite."""
+        assert self.finish is not None
+        finite: object = self.finish(totals, dense_total)
+        if not isinstance(finite, (bool, Unread)):
+            raise self._broken("finish(totals, dense_total) must return whether all of totals is finite", finite)
+        return finite
 
     def _checked(self, finish: Any) -> Finish:
         """`finish`; without one, the round would advance for ever."""
         if not callable(finish):  # in every round, so the message is built only when it is raised
-            exchange = type(getattr(self._begin, "__self__", self)).__name__
-            raise ValueError(
-                f"rank {self.job.comm.rank}: {exchange}.begin must return finish(totals, dense_total), at its end if it is a "
-                f"generator, got {finish!r}"
-            )
+            raise self._broken("begin must return finish(totals, dense_total), at its end if it is a generator", finish)
         checked: Finish = finish
         return checked
 
+    def _broken(self, demand: str, got: object) -> ValueError:
+        """The error of an exchange that breaks the contract."""
+        exchange = type(getattr(self._begin, "__self__", self)).__name__
+        return ValueError(f"rank {self.job.comm.rank}: {exchange}.{demand}, got {described(got)}")
 
-def complete(flight: PendingExchange, flights: Sequence[PendingExchange]) -> Finish:
-    """Advance all exchanges under way until this one of them has issued its last collective; returns its `finish`.
+
+def complete(flight: PendingExchange, flights: Sequence[PendingExchange]) -> None:
+    """Advance all exchanges under way until this one of them has issued its last collective, and has its `finish`.
 
     They all advance at least once, so that what they send next travels while this one is waited for.
     """
@@ -335,7 +348,7 @@ def complete(flight: PendingExchange, flights: Sequence[PendingExchange]) -> Fin
         for under_way in flights:
             under_way.advance()
         if flight.finish is not None:
-            return flight.finish
+            return
 
 
 class Subgroup:
