@@ -169,9 +169,9 @@ def test_the_bytes_of_a_plan_are_those_of_the_node_that_sends_most():
     assert num_bytes == 2 * 4000
 
 
-def bytes_out(comm, averager, num_rounds, workers_per_node):
+def bytes_out(comm, averager, num_rounds, workers_per_node, shapes=tuple(SHAPES)):
     """What this worker sends to other nodes in so many rounds."""
-    tensors, sent = [(f"t{i}", torch.randn(shape)) for i, shape in enumerate(SHAPES)], []
+    tensors, sent = [(f"t{i}", torch.randn(shape)) for i, shape in enumerate(shapes)], []
     state, exchange = averager.init(tensors, comm), comm._start_exchange
 
     def counted(sends, receives):
@@ -202,6 +202,20 @@ def test_a_plan_has_the_mean_bytes_of_a_topology_that_varies_in_time(averager):
         Method("gossip", tw.Gossip(averager)), Workload(tuple(SHAPES), 0.0), Network(8, 4), NO_WORK
     )
     assert planned == pytest.approx(max(nodes) / period) and planned > 0
+
+
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_a_plan_has_the_mean_bytes_of_rounds_that_alternate(iterations):
+    """PowerGossip sends 4 (n + m) r bytes of a matrix in two half steps, and the next half step is of the other side."""
+    averager, link = tw.PowerGossip(tw.Ring(), rank=2, iterations=iterations), Link(1e6)
+    shapes = (torch.Size([300, 7]), torch.Size([11]))
+    sent = tw.LocalWorld(4).run(bytes_out, averager, 2, 1, shapes)
+    seconds, planned = predict_method(
+        Method("low rank", tw.Gossip(averager)), Workload(shapes, 0.0), Network(4, outer=link), NO_WORK
+    )
+    by_hand = 2 * (iterations * 4 * (300 + 7) * 2 / 2 + 4 * 11)  # two neighbours, two columns; vectors once a round
+    assert planned == by_hand == sent[0] / 2
+    assert seconds == pytest.approx(by_hand / 1e6, rel=1e-3)
 
 
 @pytest.mark.parametrize(("workers", "workers_per_node"), [(8, 4), (6, 1), (9, 3)])

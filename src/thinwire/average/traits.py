@@ -25,6 +25,7 @@ class AveragerTraits:
         keeps_mean: gossip keeps the mean over workers; clipping does not.
         mixes_plainly: a round is a weighted mean of neighbours' values alone, with nothing kept of earlier rounds.
         leaves_out_nonfinite: a round continues without a worker whose values are not finite; otherwise no worker commits it.
+        period: rounds after which messages have the same sizes again, on a topology that does not change.
         lone_messages: how a worker makes its message without the others, and how any set of messages is merged; None if
             workers must average together.
 
@@ -45,4 +46,5 @@ class AveragerTraits:
     keeps_mean: bool = True
     mixes_plainly: bool = False
     leaves_out_nonfinite: bool = False
+    period: int = 1
     lone_messages: LoneMessages | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -97,6 +98,9 @@ def topology_of(averager: Averager) -> Topology | None:
 
 
 def rounds_of(averager: Averager, size: int) -> Sequence[int]:
-    """The rounds of a period, which repeat for ever: of a topology that varies in time its steps, else round 0 alone."""
-    topology = topology_of(averager)
-    return [0] if topology is None else topology.steps(size)[-topology.period(size) :]
+    """The rounds of a period, which repeat for ever: those of a topology that varies in time, or of the averager itself."""
+    topology, period = topology_of(averager), averager.traits.period
+    if topology is None:
+        return range(period)
+    steps = topology.steps(size)[-topology.period(size) :]
+    return [steps[0] + i for i in range(math.lcm(period, len(steps)))] if period > 1 else steps

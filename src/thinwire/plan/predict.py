@@ -98,7 +98,8 @@ def predict(
 ) -> list[Prediction]:
     """Predict a training step of each method, the fastest first.
 
-    A topology that varies in time counts with the mean over its period, of its last phase.
+    A topology that varies in time counts with the mean over its period, of its last phase; so does `PowerGossip`, whose rounds
+    send one side of each matrix and then the other.
 
     Args:
         model: the number of parameters, or the parameters themselves, such as `model.parameters()`.
@@ -213,7 +214,7 @@ def _round(
 ) -> tuple[float, float]:
     """Seconds of a round with so much computation before it and beside it, and the bytes that a node sends to others.
 
-    Both are means over the period of a topology.
+    Both are means over the period of a topology, or of the averager.
     """
     owned = shares(network.uplinks) if len(network.uplinks) == network.workers else ()
     is_even = not network.uplinks
@@ -274,7 +275,7 @@ def programs_of(
     is_even: bool = True,
     owned: tuple[float, ...] = (),
 ) -> list[list[tuple[int, tuple[Program, ...]]]]:
-    """For each round of a topology's period, or for one round, the calls of `step` in it.
+    """For each round of a period, the topology's or the averager's, the calls of `step` in it.
 
     Of each call: its elements, and the programs of node 0, or of all ranks if nodes differ.
 
@@ -302,7 +303,7 @@ def _node(
     is_even: bool,
     owned: tuple[float, ...],
 ) -> list[tuple[Program, ...]]:
-    """For each round of a topology's period the programs of node 0; of all ranks if nodes differ.
+    """For each round of a period the programs of node 0; of all ranks if nodes differ.
 
     Where nodes do not matter, all workers do the same with peers as far away.
     """
@@ -311,7 +312,8 @@ def _node(
     ranks, topology = range(workers_per_node if are_alike else workers), topology_of(averager)
     if topology is not None and not isinstance(topology, Hierarchical):
         return _gossiping(averager, topology, shapes, ranks, workers)
-    if are_alike and averager.traits.gives_one_mean and not uses_nodes(averager):
+    traits = averager.traits
+    if are_alike and traits.gives_one_mean and traits.period == 1 and not uses_nodes(averager):
         (first,) = record(averager, shapes, [0], workers, workers_per_node)
         if not first.sums_by_hosts:
             return [tuple(first.shifted(rank, workers) for rank in ranks)]
@@ -329,12 +331,13 @@ def _gossiping(
 
     Workers with as many neighbours of the same weights do the same, each with its own; so one of them is recorded.
     """
-    known: dict[tuple[tuple[float | None, ...], ...], tuple[Program, list[int]]] = {}
+    known: dict[tuple[int, tuple[tuple[float | None, ...], ...]], tuple[Program, list[int]]] = {}
 
     def program(rank: int, round: int) -> Program:
         near = topology.neighbours(rank, round, workers)
         peers = [*near.sends, *(peer for peer in near.receives if peer not in near.sends)]
-        kind = tuple((near.sends.get(peer), near.receives.get(peer)) for peer in peers)
+        weights = tuple((near.sends.get(peer), near.receives.get(peer)) for peer in peers)
+        kind = round % averager.traits.period, weights
         if kind not in known:
             known[kind] = record(averager, shapes, [rank], workers, round=round)[0], peers
         first, others = known[kind]

@@ -127,7 +127,7 @@ def record(
         size: number of workers.
         workers_per_node: how many consecutive ranks share a node.
         shares: which part each rank owns, where workers own parts; empty for equal parts.
-        round: which round, counted from 0, where a topology varies in time.
+        round: which round, counted from 0, where a topology or the averager varies in time.
 
     Raises:
         ValueError: an averager whose messages depend on values, such as a codec that needs an agreement.
@@ -156,7 +156,12 @@ def _record(
     actions = comm.actions
     stand_in = sized(averager, actions, workers_per_node)
     state = stand_in.init(tensors, comm)
-    state.clock, state.progress = _Untimed(), state.progress._replace(step=round)
+    state.clock = _Untimed()
+    for _ in range(round % averager.traits.period):
+        comm.begin(mail)
+        stand_in.step(state, tensors, comm).wait()
+        stand_in.commit(state)
+    state.progress = state.progress._replace(step=round)
     # `init` compares configurations, which is no part of a round.
     before = comm.ledger.snapshot()
     comm.begin(mail)

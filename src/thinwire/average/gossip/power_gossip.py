@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from ...membership import WHOLE, State, config, restart, shared
 from ...options import require_integer
 from ...topology import Ring, Topology
 from ..base import Before, NamedTensors
+from ..traits import AveragerTraits
 from .base import GossipAverager
 from .checks import check_fixed_undirected, check_stable, check_step_size
 from .layout import FlatLayout
@@ -114,6 +116,11 @@ class PowerGossip(GossipAverager):
             not self.sign_p or self.rank == 1, "PowerGossip: columns of signs are not orthogonal; sign_p needs rank 1"
         )
         check_step_size(self, self.step_size)
+
+    @cached_property
+    def traits(self) -> AveragerTraits:
+        # After an odd number of half steps the next round begins on the other side of each matrix.
+        return replace(super().traits, period=1 + self.iterations % 2)
 
     def check_topology(self, size: int) -> None:
         check_fixed_undirected(self, size)
