@@ -54,13 +54,13 @@ class Method:
         name: short, for tables.
         strategy: what is averaged, when and how.
         measured: what is known of its accuracy, by optimizer; the first is shown where no optimizer is named.
-        state_floats: float32 numbers that it keeps for each parameter.
+        state_floats: float32 numbers that it keeps for each parameter; None if nobody has counted them.
     """
 
     name: str
     strategy: Averaging[AveragerAttachment]
     measured: tuple[Measured, ...] = ()
-    state_floats: float = 0.0
+    state_floats: float | None = 0.0
 
     def under(self, optimizer: str | None) -> Measured:
         """What was measured with an optimizer, or with any if None; then it says which, where another one is not near dense."""

@@ -70,7 +70,7 @@ class Prediction:
             worker sends.
         speedup_over_fp32: the step of DDP in float32, divided by this one.
         speedup_over_bf16: the step of DDP in bfloat16, divided by this one.
-        memory_bytes: what a worker keeps besides the model.
+        memory_bytes: what a worker keeps besides the model; None if the method does not say.
         accuracy: what was measured of the accuracy, and on what.
         page: the page of the documentation that it is from.
         is_near: whether that is within 2 % of dense training.
@@ -82,7 +82,7 @@ class Prediction:
     bytes_out: float
     speedup_over_fp32: float
     speedup_over_bf16: float
-    memory_bytes: float
+    memory_bytes: float | None
     accuracy: str
     page: str
     is_near: bool
@@ -144,7 +144,7 @@ def predict(
             bytes_out=steps[name][1],
             speedup_over_fp32=steps[DDP][0] / steps[name][0],
             speedup_over_bf16=steps[BF16][0] / steps[name][0],
-            memory_bytes=4 * method.state_floats * workload.numel,
+            memory_bytes=None if method.state_floats is None else 4 * method.state_floats * workload.numel,
             accuracy=method.under(under).text,
             page=method.under(under).page,
             is_near=method.under(under).is_near,

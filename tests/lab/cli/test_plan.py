@@ -123,9 +123,28 @@ def test_measured_codecs_and_computation_replace_the_tables(tmp_path, capsys, mo
     assert max(row["step_seconds"] for row in json.loads(file.read_text())) < 50  # not the 100 s of --compute
 
 
+def test_strategies_of_ones_own_are_compared_with_the_methods(tmp_path, capsys):
+    """Of 8 bits an element over 4 workers, an all-gather sends 3 (1 + 4/512) bytes; nobody counted its memory."""
+    file, figure = tmp_path / "plan.json", tmp_path / "plan.svg"
+    own = ["Gradients(Mean(QSGD(bits=8), exchange='all_gather'))", "Gossip(Mix(Star()))"]
+    options = ["--workers", "4", "--parameters", "4194304", "--rate", "100mbit", "--compute", "0.01"]
+    assert main(["plan", *options, "--strategies", *own, "--json", str(file), "--figure", str(figure)]) == 0
+    printed, rows = capsys.readouterr().out, {row["strategy"]: row for row in json.loads(file.read_text())}
+    first, second = (rows[text] for text in own)
+    assert first["bytes_out"] == 3 * 4194304 * (1 + 4 / 512) and first["step_seconds"] > first["bytes_out"] / 12.5e6
+    assert second["bytes_out"] == 3 * 4 * 4194304  # of the star's center
+    assert first["memory_bytes"] is second["memory_bytes"] is None
+    assert first["accuracy"] == "not measured" and not first["is_near"]
+    assert "Gossip(Mix(Star()))" in printed and "DDP, float32" in printed
+    assert figure.exists()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        (["--strategies", "Gradients(Mean(QSGD(bits=99)))"], "QSGD: bits must be an integer from 1 to 8, got 99"),
+        (["--strategies", "Asynchronous()"], "a plan predicts strategies whose averager has rounds"),
+        (["--strategies", "Shards()"], "a plan predicts strategies that have an averager, got 'Shards()'"),
         (["--rate", "fast"], "cannot read the rate"),
         (["--parameters", "many"], "cannot read the number of parameters"),
         (["--parameters", "99999999999999B"], "cannot read the number of parameters"),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -15,7 +15,7 @@ from torch import nn
 
 from ...average import Averager
 from ...codec import Codec
-from ...plan import Network, Speeds, methods
+from ...plan import Method, Network, Speeds, methods
 from ...plan.averagers import parts_of
 from ...plan.measure import Effort, measure_lines
 from ...plan.speeds import CopyShare
@@ -27,15 +27,17 @@ BUCKET = 25 * 2**20 // 4
 REPETITIONS = 5
 
 
-def measured_speeds(numel: int) -> Speeds:
+def measured_speeds(numel: int, others: Sequence[Method] = ()) -> Speeds:
     """The codecs of all methods on this machine, on one bucket of random numbers.
 
     Args:
         numel: elements of the model. A small one is a bucket of its own, and each call then costs more per element.
+        others: methods besides those of a plan.
     """
     numel = min(numel, BUCKET)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
-    averagers = [method.strategy.averager for method in methods(2)]  # 2 per node => hierarchical methods too
+    # 2 per node => hierarchical methods too
+    averagers = [method.strategy.averager for method in [*methods(2), *others]]
     parts = [part for averager in averagers if isinstance(averager, Averager) for part in parts_of(averager).values()]
     codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []

@@ -6,7 +6,7 @@ import inspect
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import import_module
 from pathlib import Path
@@ -18,7 +18,7 @@ from .options import named, parsed
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from ...plan import Network, Prediction
+    from ...plan import Method, Network, Prediction
 
 _COUNTS = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9}
 _MOST_PARAMETERS = 10**15
@@ -56,6 +56,8 @@ class PlanOptions:
     """Show what was measured of the accuracy with this optimizer: sgd, adam (or adamw) or muon; by default, with any."""
     compute: float = 0.25
     """Seconds of computation in one step, without a network."""
+    strategies: tuple[str, ...] = ()
+    """Strategies to compare with the methods, in Python's notation, such as "Gradients(Mean(QSGD(bits=2)))"."""
     measure: bool = False
     """Measure the codecs on this machine first. Under torchrun also the links; with --model also the computation, if its module
     has a function `inputs` that returns the model's arguments, or its only one."""
@@ -75,31 +77,32 @@ def plan_command(options: list[str]) -> None:
     )
     counted = asked.parameters == PlanOptions.parameters or (recipe is None and asked.model is None)
     require(counted, f"the model has as many parameters as it has; leave out --parameters {asked.parameters}")
-    from ...plan import Speeds, Workload, predict
+    from ...plan import Speeds, Workload, methods, predict
     from ..bench.rows import check_writable, write_json
     from ..report.plan_figures import draw_by_rate, draw_by_workers
 
     check_writable(asked.json, figure=asked.figure)
-    network, speeds, compute = _network(asked), Speeds(), asked.compute
+    network, speeds, compute, own = _network(asked), Speeds(), asked.compute, _own_methods(asked.strategies)
     build = _recipe_model(recipe) if recipe is not None else _own_model(asked.model)
     model = parse_count(asked.parameters) if build is None else _parameters(build)
     if asked.measure:
         from ..bench.plan import measured_compute, measured_network, measured_speeds
 
-        network, speeds = measured_network(network), measured_speeds(Workload.of(model, compute).numel)
+        network, speeds = measured_network(network), measured_speeds(Workload.of(model, compute).numel, own)
         inputs = _inputs(asked.model)
         if build is not None and inputs is not None:
             compute = measured_compute(build(), inputs)
     if os.environ.get("RANK", "0") != "0":  # the others were needed for the measurement only
         return
     workload = Workload.of(model, compute)
-    predictions = predict(model, compute, network, speeds, optimizer=asked.optimizer)
+    candidates = [*methods(network.workers_per_node), *own]
+    predictions = predict(model, compute, network, speeds, candidates, asked.optimizer)
     _print(predictions, workload.numel, compute, network)
     write_json(asked.json, [asdict(p) for p in predictions])
     if asked.figure is not None:
         beside = asked.figure.with_stem(f"{asked.figure.stem}-workers")
-        draw_by_rate(asked.figure, workload, network, speeds)
-        draw_by_workers(beside, workload, network, speeds)
+        draw_by_rate(asked.figure, workload, network, speeds, candidates)
+        draw_by_workers(beside, workload, network, speeds, candidates)
         print(f"  {asked.figure}, {beside}")
 
 
@@ -126,6 +129,23 @@ def _network(asked: PlanOptions) -> Network:
     return Network(
         asked.workers, asked.per_node, outer=Link.of(asked.rate, asked.latency), inner=inner, cores=asked.cores
     )
+
+
+def _own_methods(notations: Sequence[str]) -> list[Method]:
+    """A method of each strategy, of whose accuracy and memory nothing is known."""
+    from ...attaching import strategy_of
+    from ...plan import Method
+    from ...strategy import Averaging
+
+    found: dict[str, Method] = {}
+    for text in notations:
+        strategy = strategy_of(text)
+        require(
+            isinstance(strategy, Averaging),
+            f"--strategies: a plan predicts strategies that have an averager, got {text!r}",
+        )
+        found[repr(strategy)] = Method(repr(strategy), strategy, state_floats=None)
+    return list(found.values())
 
 
 def _recipe_model(name: str) -> Callable[[], nn.Module]:
@@ -188,7 +208,7 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
             _decimal(p.bytes_out / 1e6),
             f"{p.speedup_over_fp32:.1f}",
             f"{p.speedup_over_bf16:.1f}",
-            _decimal(p.memory_bytes / 1e6),
+            "" if p.memory_bytes is None else _decimal(p.memory_bytes / 1e6),
             p.accuracy,
         ]
         for p in rows
@@ -204,8 +224,9 @@ def _print(predictions: list[Prediction], numel: int, compute: float, network: N
         num_texts=1,
     )
     print('What to type: tw.attach(model, optimizer, "..."), or thinwire train RECIPE --strategy "..."')
-    width = max(len(p.method) for p in rows)
-    for p in rows:
+    short = [p for p in rows if p.method != p.strategy]  # the others were typed
+    width = max(len(p.method) for p in short)
+    for p in short:
         print(f"  {p.method:{width}}  {p.strategy}")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ...plan import Network, Speeds, Workload, methods, predict_method
+from ...plan import Method, Network, Speeds, Workload, predict_method
 from .style import GREY, SMALL, line_style, logarithmic, new_figure, plain_axes, save, styled
 
 NUM_BEST = 5
@@ -21,24 +21,27 @@ RATES = tuple(float(rate) / 8 for rate in np.logspace(7, 11, 17))
 Curves = dict[str, list[float]]
 
 
-def draw_by_rate(path: Path, workload: Workload, network: Network, speeds: Speeds) -> None:
-    """Draw the step of the best five methods by bandwidth, with the points where another method becomes the fastest."""
+def draw_by_rate(
+    path: Path, workload: Workload, network: Network, speeds: Speeds, candidates: Sequence[Method]
+) -> None:
+    """Draw the step of the best five candidates by bandwidth, with the points where another method becomes the fastest."""
     networks = [replace(network, outer=replace(network.outer, bytes_per_second=rate)) for rate in RATES]
-    curves = _curves(workload, networks, speeds)
+    curves = _curves(workload, networks, speeds, candidates)
     megabits = [8 * rate / 1e6 for rate in RATES]
     _draw(path, best(curves), megabits, "bandwidth between nodes, Mb/s", crossings(curves, megabits))
 
 
-def draw_by_workers(path: Path, workload: Workload, network: Network, speeds: Speeds) -> None:
-    """Draw the step of the best five methods by number of workers, from 2 nodes to 64."""
+def draw_by_workers(
+    path: Path, workload: Workload, network: Network, speeds: Speeds, candidates: Sequence[Method]
+) -> None:
+    """Draw the step of the best five candidates by number of workers, from 2 nodes to 64."""
     sizes = [network.workers_per_node * 2**i for i in range(1, 7)]
-    curves = _curves(workload, [replace(network, workers=size) for size in sizes], speeds)
+    curves = _curves(workload, [replace(network, workers=size) for size in sizes], speeds, candidates)
     _draw(path, best(curves), sizes, "workers", [])
 
 
-def _curves(workload: Workload, networks: Sequence[Network], speeds: Speeds) -> Curves:
-    known = methods(networks[0].workers_per_node)
-    return {m.name: [predict_method(m, workload, network, speeds)[0] for network in networks] for m in known}
+def _curves(workload: Workload, networks: Sequence[Network], speeds: Speeds, candidates: Sequence[Method]) -> Curves:
+    return {m.name: [predict_method(m, workload, network, speeds)[0] for network in networks] for m in candidates}
 
 
 def best(curves: Curves, number: int = NUM_BEST) -> Curves:
