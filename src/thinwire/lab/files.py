@@ -95,7 +95,14 @@ def load_toml(path: Path) -> dict[str, Any]:
     except UnicodeDecodeError:
         raise ValueError(f"{path} is not a text file in UTF-8") from None
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise ValueError(f"{path}: {error}{_in_quotes(str(error))}") from None
+
+
+def _in_quotes(text: str) -> str:
+    """The remedy where a key and a dotted key under it are in one table, which TOML forbids; "" for other errors."""
+    forbidden = text.startswith(("Cannot mutate", "Cannot overwrite"))
+    hint = '; if it is a field of what another key of the table sets, write it in quotes, such as "strategy.every" = 4'
+    return hint if forbidden else ""
 
 
 def plain(value: Any) -> Any:

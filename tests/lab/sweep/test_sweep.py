@@ -217,6 +217,14 @@ def test_fields_within_fields_may_not_count_either():
 # ---- mistakes in the file ----
 
 
+def test_a_quoted_path_stands_beside_a_list_of_strategies(sweep_of):
+    """TOML forbids the dotted key: `strategy` is a list in the same table."""
+    both = "strategy = ['Local(Mean(), every=2)', 'Local(Mean(Cast()), every=2)']\n"
+    runs = sweep_of(f"recipe = 'digits'\n[grid]\n{both}'strategy.every' = [4, 8]\n").runs
+    made = [run.config.strategy for run in runs]
+    assert made == [f"Local(Mean({codec}), every={every})" for codec in ("", "Cast()") for every in (4, 8)]
+
+
 @pytest.mark.parametrize(
     "text, complaint",
     [
@@ -237,7 +245,11 @@ def test_fields_within_fields_may_not_count_either():
         ),
         ("recipe = 'digits'\n[grid]\nseed = 1", "grid.seed must be a list of values, got 1"),
         ("recipe = 'digits'\n[grid]\nseed = []", "grid.seed is an empty list"),
-        ("recipe = 'digits'\n[fixed]\nseed = 1\n[grid]\nseed = [1]", "seed is given twice"),
+        ("recipe = 'digits'\n[fixed]\nseed = 1\n[grid]\nseed = [1]", "seed is given twice, under [fixed]"),
+        (
+            "recipe = 'digits'\n[grid]\nstrategy = ['Local(Mean())']\nstrategy.every = [4, 8]",
+            'is a field of what another key of the table sets, write it in quotes, such as "strategy.every" = 4',
+        ),
         ("recipe = 'digits'\n[fixed]\nname = 'x'", "name is set by the sweep"),
         ("recipe = 'digits'\n[fixed]\noutput = 'x'", "write output = ... at the top of the file"),
         (

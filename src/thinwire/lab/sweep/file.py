@@ -174,6 +174,8 @@ def planned(command: str, recipe: str | None, fixed: Mapping[str, Any], varied: 
         ValueError: they make no run.
     """
     task = RUN_KINDS[command]
+    for path in fixed.keys() & varied.keys():
+        raise ValueError(f"{path} is given twice, under [fixed] and as a value that varies; take one of them out")
     values = _unique([*({"recipe": recipe} if recipe else {}).items(), *fixed.items(), *varied.items()])
     recipe = values.get("recipe")
     for path in values:
