@@ -221,7 +221,7 @@ def test_a_quoted_path_stands_beside_a_list_of_strategies(sweep_of):
     """TOML forbids the dotted key: `strategy` is a list in the same table."""
     both = "strategy = ['Local(Mean(), every=2)', 'Local(Mean(Cast()), every=2)']\n"
     runs = sweep_of(f"recipe = 'digits'\n[grid]\n{both}'strategy.every' = [4, 8]\n").runs
-    made = [run.config.strategy for run in runs]
+    made = [repr(parse(run.config.strategy)) for run in runs]
     assert made == [f"Local(Mean({codec}), every={every})" for codec in ("", "Cast()") for every in (4, 8)]
 
 
