@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import logging
 import math
 import shutil
 import sys
@@ -21,6 +22,7 @@ from helpers.program import wait_until
 from helpers.spawn import spawn
 from torch import nn
 
+import thinwire as tw
 from thinwire.comm import ProcessGroupCommunicator
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import Batch, ImageFolder
@@ -28,7 +30,7 @@ from thinwire.lab.train.device import choose_device
 from thinwire.lab.train.loss import CrossEntropy
 from thinwire.lab.train.models import CIFARResNet, DigitsNet, LSTMLanguageModel, Model, Transformer
 from thinwire.lab.train.optimize import SGD, LearningRateSchedule
-from thinwire.lab.train.results.evaluation import evaluate
+from thinwire.lab.train.results.evaluation import evaluate, models_apart
 from thinwire.lab.train.results.trackers import SILENT_SECONDS, MLflow, Tracker, WandB, check_installed, trackers
 from thinwire.lab.train.run import loop
 from thinwire.lab.train.start.watch import LAST_SECONDS, STOP_SECONDS
@@ -78,6 +80,59 @@ def run_alone(config: RunConfig, folder: Path, comm) -> tuple[list[dict], dict]:
     loop.run(config, folder, comm, NEVER)
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return rows, json.loads((folder / "summary.json").read_text())
+
+
+def train_apart(comm, folder: Path, strategy: str) -> list[str]:
+    """Two epochs with a codec that decodes other values on each worker; what is logged of it."""
+
+    @tw.notation.register
+    @dataclass(frozen=True, repr=False)
+    class OwnSigns(tw.codec.Codec):
+        traits = tw.codec.Traits(unbiased=True)  # else a warning asks for a memory
+
+        def encode_segments(self, segments, keys, residuals):
+            return torch.zeros(0, dtype=torch.uint8)
+
+        def decode_add_segments(self, payload, outs, weight, keys):
+            for out in outs:
+                out += weight * (1 + comm.rank)
+
+        def segments_nbytes(self, numels):
+            return 0
+
+    said: list[str] = []
+    logger = logging.getLogger("thinwire")
+    logger.addHandler(Mock(level=0, handle=lambda record: said.append(record.getMessage())))
+    loop.run(replace(CONFIG, strategy=strategy, epochs=2), folder, comm, NEVER)
+    return [text for text in said if "not equal" in text]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "number"), [("Gradients(Mean(OwnSigns()))", 1), ("Gradients(Mean(QSGD(bits=4)))", 0)]
+)
+def test_a_run_says_once_that_models_differ_which_should_be_equal(tmp_path, cache, strategy, number):
+    """A test is shared out among the workers, as if all of them had one model."""
+    first, second = spawn(2, train_apart, tmp_path, strategy)
+    assert len(first) == number and not second
+    for text in first:
+        assert f"although {strategy} gives all of them the same gradients: '0.weight' and 3 more, which are " in text
+
+
+@pytest.mark.parametrize("difference", [0.0, 0.5])
+def test_how_far_models_are_apart(difference):
+    """One parameter of (3, 4) +- d/2: each worker is d/2 from a mean of length 5."""
+
+    def worker(comm):
+        model = nn.Linear(2, 1)
+        with torch.no_grad():
+            model.weight.copy_(torch.tensor([[3.0, 4.0 + (comm.rank - 0.5) * difference]]))
+            model.bias.zero_()
+        return models_apart(model, comm)
+
+    expected = (
+        f"'weight', which are {difference / 2 / 5:.2g} of their length away from their mean" if difference else None
+    )
+    assert tw.LocalWorld(2).run(worker) == [expected] * 2
 
 
 def batches(num: int, size: int) -> list[Batch]:

@@ -49,7 +49,7 @@ from ..folder import checkpoint
 from ..folder.run_folder import begin
 from ..results.callbacks import Callback, EachStep, called
 from ..results.codec_statistics import codec_statistics, has_variance, own_gradients
-from ..results.evaluation import evaluate
+from ..results.evaluation import evaluate, models_apart
 from ..results.meter import Meter
 from ..results.metrics_files import MetricsWriter
 from ..results.summary import summary
@@ -169,6 +169,7 @@ class _Worker:
             )
         self.damaged = loaded.damaged
         self.state = RunState(loaded.step, dict(loaded.row))
+        self.is_apart = False  # whether workers' models were found to differ that should be equal
         self.tested_mean: dict[str, Any] | None = None  # the shared state of the test, for the checkpoint after it
         if loaded.workers != workers.comm.size and workers.is_first and not workers.comm.is_elastic:
             text = f"goes on with {workers.comm.size} workers from a checkpoint of {loaded.workers}"
@@ -454,7 +455,22 @@ class _Worker:
         found = codec_statistics(self.strategy, self.gradients) | self.workers.row_values(self.state)
         return found if self.commits is None else found | self.commits.row_values()
 
+    def _compare_models(self, comm: Communicator) -> None:
+        """Warn once where workers have other parameters although they average gradients; a test is shared out among them."""
+        if self.is_apart or self.strategy.models_differ:
+            return
+        apart = models_apart(self.training.model, comm)
+        self.is_apart = apart is not None
+        if self.is_apart and comm.rank == 0:
+            log.warning(
+                f"the workers' models are not equal, although {self.config.strategy} gives all of them the same gradients: "
+                f"{apart}; results are of no use, unless that is rounding on unequal machines; check parts of your own with "
+                "thinwire.testing"
+            )
+
     def _tested(self, comm: Communicator) -> dict[str, float]:
+        self._compare_models(comm)
+
         def keep() -> None:
             self.tested_mean = copy.deepcopy(self.training.shared_state())
 
