@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import pickle
@@ -24,9 +25,19 @@ from torch.nn.parallel.distributed import _MixedPrecision
 from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
+from thinwire.comm import CommunicationError
+from thinwire.comm.local_world import LocalCommunicator, Mail
 from thinwire.strategy import attached
 
 SPARSE = tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback())
+
+
+ONE_EACH = (
+    "Gradients(Mean())",
+    "Gossip(Mix())",
+    "Local(Mean(), every=2)",
+    "Asynchronous()",
+)
 
 
 def alone(fn):
@@ -411,6 +422,37 @@ def test_a_plain_model_that_nobody_uses_is_garbage_with_its_strategy():
     assert tw.LocalWorld(2).run(worker) == [[[0.5, 0.5]] * 2] * 2
 
 
+def again(kind: str, fails: bool) -> None:
+    """Two worlds train the same models, as a cell of a notebook that runs again; the first leaves its strategy attached."""
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+
+    def worker(comm, steps: int):
+        model, optimizer = models[comm.rank], optimizers[comm.rank]
+        handle = tw.attach(model, optimizer, kind, comm=comm)
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.full((1, 2), float(comm.rank))).sum().backward()
+            optimizer.step()
+        if steps == 3 and fails:
+            raise KeyboardInterrupt
+        comm.barrier()  # a worker whose peer has hung up cannot step
+        if steps == 4:
+            handle.detach()
+        return handle.ledger.bytes_sent
+
+    first = contextlib.suppress(KeyboardInterrupt, CommunicationError) if fails else contextlib.nullcontext()
+    with first:
+        tw.LocalWorld(2).run(worker, 3)
+    assert min(tw.LocalWorld(2).run(worker, 4)) > 0
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("kind", [*ONE_EACH, "Local(Mean(), every=2, delay=1)", "Gossip(PushSum(), overlap=True)"])
+def test_a_strategy_whose_communicator_was_closed_gives_way_to_another(kind, fails):
+    again(kind, fails)
+
+
 def test_an_attached_model_is_sent_to_another_process_without_a_warning():
     def worker(comm):
         model = nn.Linear(2, 2)
@@ -442,13 +484,6 @@ def test_a_hook_without_a_bucket_warns_and_its_state_has_a_ledger():
 
 
 # ---- an error of one worker alone ----
-
-ONE_EACH = (
-    "Gradients(Mean())",
-    "Gossip(Mix())",
-    "Local(Mean(), every=2)",
-    "Asynchronous()",
-)
 
 
 def one_has_no_values(comm, strategy: str, own: bool) -> str:
@@ -497,7 +532,7 @@ def test_a_missing_process_group_is_said(strategy):
 def one_attaches_twice(comm) -> str:
     model = nn.Linear(2, 2)
     if comm.rank:
-        alone(lambda other: setattr(comm, "kept", tw.compress_gradients(model, tw.Mean(), comm=other)))
+        comm.kept = tw.compress_gradients(model, tw.Mean(), comm=LocalCommunicator(0, 1, Mail(1.0)))
     with pytest.raises(ValueError) as found:
         tw.compress_gradients(model, tw.Mean(), comm=comm)
     return str(found.value)

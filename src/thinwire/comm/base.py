@@ -254,6 +254,11 @@ class Communicator(Rounds, ABC):
         """A thread in which calls that use this communicator run in order, beside the caller."""
         return Background(name)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was closed, or abandoned."""
+        return self._closed
+
     def close(self) -> None:
         """Close the communicator; wait for all operations before. Calling it again does nothing."""
         self._end(self._close)

@@ -42,7 +42,7 @@ from torch.optim import Optimizer
 
 from ..algorithm import require, required
 from ..average.base import Averager, NamedTensors
-from ..comm import Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
+from ..comm import CommunicationError, Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
@@ -435,6 +435,7 @@ class AveragerAttachment(Attachment):
         """
         group = group or self._replicas
         with told_to_others(self._comm, group):
+            self._take_over()
             AVERAGED.require_unattached(self.call, self.parameters)
         if self._comm is not None and self._comm.is_elastic:
             require_free(self.call, self._comm)
@@ -458,6 +459,15 @@ class AveragerAttachment(Attachment):
     def _in_common(self, comm: Communicator) -> dict[str, Any]:
         """What all workers must have alike beside their options; they compare it as they attach."""
         return {}
+
+    def _take_over(self) -> None:
+        """Detach strategies of these parameters whose communicator was closed, such as that of a world that has ended."""
+        for strategy in {AVERAGED.of(id(p)) for _, p in self.parameters}:
+            if strategy is not None and strategy.comm.is_closed:
+                try:
+                    raise CommunicationError(f"rank {strategy.comm.rank}: its communicator was closed")
+                except CommunicationError:
+                    strategy.detach()  # after an error, it waits for nobody
 
     def _share_part(self, *args: Any, **kwargs: Any) -> None:
         """`Communicator.share`, until the strategy detaches."""
