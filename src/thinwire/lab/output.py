@@ -9,6 +9,7 @@ import os
 import select
 import sys
 from collections.abc import Iterator
+from typing import IO, cast
 
 log = logging.getLogger("thinwire")
 
@@ -59,6 +60,11 @@ class WhileOpen(io.TextIOBase):
     def encoding(self) -> str:  # type: ignore[override]  # only read
         """That of stdout."""
         return getattr(self._stream, "encoding", None) or "utf-8"
+
+    @property
+    def as_text(self) -> IO[str]:
+        """This stream, for callers whose types know files alone."""
+        return cast("IO[str]", self)
 
     def isatty(self) -> bool:
         """Whether stdout is a terminal."""

@@ -144,6 +144,7 @@ def _own_methods(notations: Sequence[str]) -> list[Method]:
             isinstance(strategy, Averaging),
             f"--strategies: a plan predicts strategies that have an averager, got {text!r}",
         )
+        assert isinstance(strategy, Averaging)
         found[repr(strategy)] = Method(repr(strategy), strategy, state_floats=None)
     return list(found.values())
 

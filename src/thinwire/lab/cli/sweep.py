@@ -80,7 +80,7 @@ def _run_here(sweep: Sweep, at_once: int) -> None:
     from ..sweep import run_locally
     from ..sweep.show import LiveTable, counted, statuses_of
 
-    console = Console(file=WhileOpen())
+    console = Console(file=WhileOpen().as_text)
     if console.is_terminal:
         with LiveTable(sweep, console) as table:
             run_locally(sweep.runs, at_once, table.refresh)
