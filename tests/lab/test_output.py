@@ -88,7 +88,7 @@ def test_a_process_without_stdout_shows_nothing(monkeypatch):
         pytest.param(
             ">/dev/full",
             1,
-            "thinwire: stdout cannot be written (No space left on device); free some space\n",
+            "thinwire: cannot write the output: No space left on device; free some space\n",
             marks=full,
         ),
     ],

@@ -67,3 +67,11 @@ def test_make_demo_says_how_long_it_installed_and_the_remedy_without_a_compiler(
     assert (
         re.fullmatch(r"installed in \d+ seconds", installed) and shown.endswith("thinwire demo") and printed == "demo"
     )
+
+
+def test_help_without_docstrings_says_why():
+    """It printed "None"."""
+    done = subprocess.run(
+        [sys.executable, "-OO", "-m", "thinwire", "train", "--help"], capture_output=True, text=True, timeout=600
+    )
+    assert (done.returncode, done.stdout) == (0, "no help: Python runs without docstrings (-OO, or PYTHONOPTIMIZE=2)\n")

@@ -398,3 +398,18 @@ def test_ticks_of_an_axis_have_one_form(low, high, labels):
     logarithmic(axes, "y")
     ticks = [axes.yaxis.get_major_formatter()(at, 0) for at in axes.yaxis.get_majorticklocs() if low <= at <= high]
     assert " ".join(ticks) == labels
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+@pytest.mark.parametrize("suffix", [".pdf", ".png", ".svg"])
+def test_a_figure_on_a_full_disk_is_one_line(suffix, tmp_path):
+    """Matplotlib's writer of PDF raised "'Stream' object has no attribute 'pos'"."""
+    path = tmp_path / f"loss{suffix}"
+    path.symlink_to("/dev/full")
+    with styled():
+        figure = new_figure()
+        figure.subplots().plot([1, 2])
+    with pytest.raises(
+        ValueError, match=f"cannot write {path}: No space left on device; choose another file, or free some"
+    ):
+        save(figure, path)

@@ -46,7 +46,7 @@ from .keys import keys_command
 from .lighthouse import lighthouse_command
 from .names import list_command
 from .new_method import new_method_command
-from .options import fail, named
+from .options import fail, named, show_help
 from .plan import plan_command
 from .relay import relay_command
 from .report import report_command
@@ -57,7 +57,7 @@ from .watch import watch_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns 0, 1 if stdout is a full disk, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads it.
+    """Run a command; returns 0, 1 if a disk is full, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads it.
 
     `train` has more exit codes.
     """
@@ -82,18 +82,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
     except OSError as error:
-        is_of_stdout = error.filename is None  # as is that of a connection
-        if is_of_stdout and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            drop(1)
-            return fail(f"stdout cannot be written ({error.strerror}); free some space", 1)
-        if not is_of_stdout or error.errno not in (errno.EPIPE, errno.EIO) or output_is_read():
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            try:
+                sys.stdout.flush()
+            except OSError:  # it is on that disk
+                drop(1)
+            return fail(f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space", 1)
+        if error.errno not in (errno.EPIPE, errno.EIO) or output_is_read():  # else a pipe or connection broke elsewhere
             raise
         return 141  # 128 and the number of SIGPIPE, as a shell reports it
 
 
 def help_command(options: list[str]) -> None:
     """Print the list of commands."""
-    print(__doc__, end="")
+    show_help(__doc__)
 
 
 def version_command(options: list[str]) -> None:

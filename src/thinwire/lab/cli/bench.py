@@ -8,14 +8,14 @@ least time that its computation, bytes and passes over memory need. Each benchma
 
 from __future__ import annotations
 
-from .options import named, parsed
+from .options import named, parsed, show_help
 
 
 def bench_command(options: list[str]) -> None:
     """Run a benchmark; it prints a table."""
     name, *options = options or ["--help"]
     if name in ("-h", "--help"):
-        print(__doc__, end="")
+        show_help(__doc__)
         return
     from .. import bench
     from ..train.start.environment import set_variables

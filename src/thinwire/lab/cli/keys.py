@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from .options import named, parsed, shown_as
+from .options import named, parsed, show_help, shown_as
 
 
 @dataclass(frozen=True)
@@ -149,6 +149,6 @@ def keys_command(options: list[str]) -> None:
     """Make, hand out and revoke the keys of a run."""
     what, *options = options or ["--help"]
     if what in ("-h", "--help"):
-        print(__doc__, end="")
+        show_help(__doc__)
         return
     parsed(named(COMMANDS, what, "command", "thinwire keys --help"), options, f"thinwire keys {what}").execute()

@@ -12,7 +12,7 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from .options import named
+from .options import named, show_help
 
 KINDS = ("strategies", "averagers", "codecs", "memories", "topologies", "others")
 
@@ -20,7 +20,7 @@ KINDS = ("strategies", "averagers", "codecs", "memories", "topologies", "others"
 def list_command(options: list[str]) -> None:
     """Print the names of all kinds or of one, with a line each."""
     if {"-h", "--help"} & set(options):
-        print(__doc__, end="")
+        show_help(__doc__)
         return
     if len(options) > 1:
         raise ValueError(f"thinwire list takes one kind, got {' '.join(options)!r}; see thinwire list --help")

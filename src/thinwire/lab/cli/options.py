@@ -37,6 +37,11 @@ def show(table: Any) -> None:
     table_console().print(table)
 
 
+def show_help(text: str | None) -> None:
+    """Print the docstring of a command's module, which `python -OO` leaves out."""
+    print(text or "no help: Python runs without docstrings (-OO, or PYTHONOPTIMIZE=2)\n", end="")
+
+
 def fail(message: object, code: int) -> int:
     """Print an error as one line on stderr; returns the exit code.
 

@@ -38,7 +38,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from .options import fail, named, parsed, show
+from .options import fail, named, parsed, show, show_help
 from .originals import TRAIN
 from .watch import place, served
 
@@ -50,7 +50,7 @@ def train_command(options: list[str]) -> None:
     """Train a recipe and print its result."""
     recipe, *options = options or ["--help"]
     if recipe in ("-h", "--help"):
-        print(__doc__, end="")
+        show_help(__doc__)
         return
     from ..overrides import overridden
     from ..recipes import recipes, tasks

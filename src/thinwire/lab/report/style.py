@@ -6,10 +6,13 @@ in PDF and SVG.
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+from ...algorithm import able_to
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -131,17 +134,20 @@ def save(figure: Figure, path: Path) -> None:
     """Write a figure; the suffix chooses the format (.png, .pdf, .svg). The same figure gives the same bytes.
 
     Raises:
-        ValueError: another suffix.
+        ValueError: another suffix, or the file cannot be written.
     """
     import matplotlib
 
     check_kind(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    suffix = path.suffix.lower()
+    kind, drawn = path.suffix.lower()[1:], io.BytesIO()  # on a full disk, Matplotlib's writer of PDF hides the reason
     with styled():
-        if suffix == ".svg":
+        if kind == "svg":
             # Without a salt, Matplotlib makes random ids.
             with matplotlib.rc_context({"svg.hashsalt": path.stem}):
-                figure.savefig(path, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
+                figure.savefig(drawn, format=kind, metadata=dict.fromkeys(("Date", "Creator", "Format", "Type")))
         else:
-            figure.savefig(path, dpi=200, metadata={"CreationDate": None} if suffix == ".pdf" else {})
+            metadata = {"CreationDate": None} if kind == "pdf" else {}
+            figure.savefig(drawn, format=kind, dpi=200, metadata=metadata)
+    with able_to(f"write {path}", "choose another file, or free some space"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(drawn.getvalue())
