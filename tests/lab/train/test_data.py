@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import pickle
+import pwd
 import signal
 import tarfile
 import threading
@@ -325,6 +326,17 @@ def test_a_folder_that_is_a_file_is_refused_in_one_line(tmp_path):
     _refused(
         CIFAR10(tmp_path / "file").load, f"cannot write to {tmp_path / 'file'}: File exists; choose another folder"
     )
+
+
+@pytest.mark.parametrize("home", ["/dev/null", None])
+def test_without_a_home_that_can_be_written_one_line_says_what_to_set(home, monkeypatch):
+    """As in a container whose user the system does not know; it was a RuntimeError, or the advice to choose another folder."""
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    if home is not None:
+        monkeypatch.setenv("HOME", home)
+    monkeypatch.setattr(pwd, "getpwuid", Mock(side_effect=KeyError("uid not found")))
+    _refused(partial(cached, "a.pt", "b", Path.touch), "name a folder for it with XDG_CACHE_HOME")
 
 
 def test_without_a_network_one_line_says_where_to_put_the_archive(tmp_path, monkeypatch):

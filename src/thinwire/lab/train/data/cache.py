@@ -21,10 +21,19 @@ from ....algorithm import able_to
 from ....messages import error_text
 from ...files import write_whole
 
+REMEDY = "name a folder for it with XDG_CACHE_HOME"
+
 
 def cache_folder() -> Path:
-    """The folder of cached files."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    """The folder of cached files.
+
+    Raises:
+        ValueError: this user has no home, as one in a container whose number the system does not know.
+    """
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "thinwire"
+    except RuntimeError:
+        raise ValueError(f"there is no home folder, and so no place for a cache; {REMEDY}") from None
 
 
 def cached(name: str, made_from: str, make: Callable[[Path], None]) -> Path:
@@ -39,7 +48,7 @@ def cached(name: str, made_from: str, make: Callable[[Path], None]) -> Path:
     path = cache_folder() / f"{digest}-{name}"
     # Most often it is there, and no lock is needed.
     if not path.exists():
-        with locked(path):
+        with locked(path, REMEDY):
             # Another process may have made it while this one waited.
             if not path.exists():
                 write_whole(path, make)
@@ -80,13 +89,17 @@ def fingerprint(paths: list[Path]) -> str:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def locked(path: Path, remedy: str = "choose another folder") -> Iterator[None]:
     """Lock out other processes while `path` is made; the lock ends with the process in any case.
+
+    Args:
+        path: of a file.
+        remedy: what to do if nothing can be written there.
 
     Raises:
         ValueError: nothing can be written beside `path`, or no file locked.
     """
-    with able_to(f"write to {path.parent}", "choose another folder"):
+    with able_to(f"write to {path.parent}", remedy):
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = open(path.with_name(f".{path.name}.lock"), "w")  # `os.replace` gives `path` another inode
     with lock:
