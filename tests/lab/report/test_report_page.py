@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
+import sys
 from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
@@ -413,3 +416,19 @@ def test_a_figure_on_a_full_disk_is_one_line(suffix, tmp_path):
         ValueError, match=f"cannot write {path}: No space left on device; choose another file, or free some"
     ):
         save(figure, path)
+
+
+def test_a_report_in_a_locale_without_arrows_is_whole(tmp_path):
+    """Its tables ended it: "'ascii' codec can't encode character"."""
+    write_run(tmp_path / "run", 0.9, 1e6)
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    done = subprocess.run(
+        [sys.executable, "-m", "thinwire", "report", str(tmp_path / "run"), "--out", str(tmp_path / "out")],
+        env=os.environ | ascii_only,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "(%) ↑" in (tmp_path / "out" / "table.md").read_text(encoding="utf-8")
+    assert (tmp_path / "out" / "report.html").is_file()

@@ -154,7 +154,7 @@ def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     """All rows that can be read; a killed run may end with half a line."""
     try:
         # A killed run may end within a character.
-        lines = path.read_text(errors="replace").splitlines()
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         complaints.append(f"{path.name} is missing")
         return []

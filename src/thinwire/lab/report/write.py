@@ -74,8 +74,8 @@ def write_report(
     with able_to(f"write to {str(out)!r}", "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         if table is not None:
-            (out / "table.md").write_text(as_markdown(table))
-            (out / "table.csv").write_text(as_csv(table))
+            (out / "table.md").write_text(as_markdown(table), encoding="utf-8")
+            (out / "table.csv").write_text(as_csv(table), encoding="utf-8")
         svgs = {figure.name: _save(out / "figures" / figure.name, figure.figure) for figure in figures}
         page = Page(title, made_by, table, figures, svgs, found.runs, problems)
         (out / "report.html").write_text(as_html(page), encoding="utf-8")

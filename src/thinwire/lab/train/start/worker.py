@@ -100,7 +100,7 @@ def report_failure(store: Store | None, folder: Path, number: int, error: Except
     came, line = time.time_ns(), failure(number, error)
     path = folder / f"worker-{number}-error.txt"
     with contextlib.suppress(OSError):
-        path.write_text(f"{line}\n\n{traceback.format_exc()}")
+        path.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
         line += f" (traceback in {path})"
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the launcher is gone
