@@ -33,6 +33,7 @@ an eighth and 16 bytes each at most; padding counts as sent.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -52,6 +53,15 @@ class Traffic:
         return Traffic(*(getattr(self, f.name) - getattr(earlier, f.name) for f in fields(self)))
 
 
+class _BySteps(threading.local):
+    """The ledgers for which this thread runs a round of counted steps."""
+
+    ledgers: tuple[Ledger, ...] = ()
+
+
+_by_steps = _BySteps()
+
+
 @dataclass
 class Ledger:
     """Bytes and messages of one worker, by collective, beside what dense averaging would have cost.
@@ -59,14 +69,14 @@ class Ledger:
     Args:
         size: number of workers, W.
         dense_numel: elements that were averaged, by whatever means, for the comparison with dense averaging.
-        num_steps: optimizer steps, where the strategy does not send in each of them (`Local`).
+        num_steps: optimizer steps, where each worker has a model of its own.
         step_numel: elements that dense training would have averaged in these steps; `dense_numel` has none of their rounds.
         peak_bytes_sent: the most that one round of that strategy sent.
 
     Example:
         >>> ledger = Ledger(size=4)
         >>> ledger.record("all_gather", messages=3, bytes_sent=300, bytes_received=300)
-        >>> ledger.dense_numel += 1000
+        >>> ledger.count_averaged(1000)
         >>> ledger.bytes_sent, ledger.dense_fp32_bytes, ledger.dense_bf16_bytes
         (300, 6000, 3000)
     """
@@ -95,14 +105,20 @@ class Ledger:
         self.num_steps += 1
         self.step_numel += numel
 
+    def count_averaged(self, numel: int) -> None:
+        """Notes that so many elements are averaged, unless the steps of this round are counted; averagers call it in `step`."""
+        if not any(ledger is self for ledger in _by_steps.ledgers):
+            self.dense_numel += numel
+
     @contextmanager
     def counted_by_steps(self) -> Iterator[None]:
-        """Context for a round of which the steps are counted: what it averages is no part of `dense_numel`."""
-        before = self.dense_numel
+        """Context for a round of which the steps are counted: what this thread averages is no part of `dense_numel`."""
+        before = _by_steps.ledgers
+        _by_steps.ledgers = (*before, self)
         try:
             yield
         finally:
-            self.dense_numel = before
+            _by_steps.ledgers = before
 
     def record_round(self, num_bytes: int) -> None:
         """Notes that one round sent `num_bytes`, for `peak_bytes_sent`; they are recorded by collective already."""
@@ -136,7 +152,7 @@ class Ledger:
     def dense_fp32_bytes(self) -> int:
         """Bytes that ring all-reduces of the same elements in float32 send per worker: 2 (W-1)/W 4n.
 
-        Where a strategy does not send in each step, those of the gradients of all steps.
+        Where each worker has a model of its own, those of the gradients of all steps, also of steps that send nothing.
         """
         return ring_all_reduce_bytes(self.size, 4 * (self.step_numel + self.dense_numel))
 

@@ -47,6 +47,7 @@ class OwnModelAttachment(AveragerAttachment):
     """Whether all trainable parameters of the model take part, or those that the optimizer updates."""
 
     _live: LiveParameters
+    _numel: int  # elements that take part
     _own_gradients: OwnGradients
     _holds_mean = False
 
@@ -145,6 +146,7 @@ class OwnModelAttachment(AveragerAttachment):
         """Make the workers' models equal, and follow the steps of the optimizer from now on."""
         make_equal(self._model, comm, parameters=[name for name, _ in self.parameters])
         self._live = LiveParameters(self.call, comm.rank, self._model, self.parameters, self._trained)
+        self._numel = sum(t.numel() for _, t in self._live.tensors())
         self._own_gradients = OwnGradients(self._nonfinite, comm.rank, self._model.named_parameters(), self._shards)
         if self._ddp is not None:
             self._undo.enter_context(self._ddp.no_sync())
@@ -153,13 +155,19 @@ class OwnModelAttachment(AveragerAttachment):
                 self.end_with_mean()
         self._on_detach(DdpRefusal(self.call, self.parameters).end)
         after_step = torch.compiler.disable(
-            without_autocast(lambda *_: None if makes_state_only() else self._after_step())
+            without_autocast(lambda *_: None if makes_state_only() else self._end_of_step())
         )
         self._on_detach(self._optimizer.register_step_post_hook(after_step).remove)
         own = {id(p) for _, p in self.parameters}
         beside = [(name, p) for name, p in self._model.named_parameters() if p.requires_grad and id(p) not in own]
         self._beside = {id(p): name for name, p in beside}
         BESIDE.update(dict.fromkeys(self._beside, self))
+
+    def _end_of_step(self) -> None:
+        """Count a step, in which dense training would have averaged all that takes part, and do what comes after it."""
+        self.comm.ledger.count_step(self._numel)
+        with self.comm.ledger.counted_by_steps():
+            self._after_step()
 
     def warn_beside(self, optimizer: Optimizer, parameters: Iterable[int]) -> None:
         """Called before a step of an optimizer on these parameters, by their `id`, which no strategy averages."""

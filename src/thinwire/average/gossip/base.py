@@ -102,7 +102,7 @@ class GossipAverager(Averager):
         )
         check_pairs(tensors, comm.rank)
         state.layout.check(tensors)
-        comm.ledger.dense_numel += state.layout.numel
+        comm.ledger.count_averaged(state.layout.numel)
         arrive = self._start(state, comm, parts_of(tensors, state.layout.dtype))
         # Set last: a start that raises leaves no round in flight.
         state.progress, state.in_flight = state.progress._replace(step=state.progress.step + 1), True

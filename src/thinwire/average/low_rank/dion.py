@@ -106,7 +106,7 @@ class Dion(Averager):
 
     def step(self, state: DionState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         begin_step(self, state, tensors, comm.rank)
-        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        comm.ledger.count_averaged(sum([t.numel() for _, t in tensors]))
         matrices = [(name, t.detach()) for name, t in tensors if name in state.q]
         dense = [t.detach() for name, t in tensors if name not in state.q]
         with state.clock("compensate"):

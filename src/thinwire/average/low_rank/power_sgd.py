@@ -153,7 +153,7 @@ class PowerSGD(Averager):
 
     def step(self, state: PowerSGDState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         begin_step(self, state, tensors, comm.rank)
-        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        comm.ledger.count_averaged(sum([t.numel() for _, t in tensors]))
         rank = resolve(self, state.progress).rank
         assert isinstance(rank, int), f"{self}: the schedule of ranks gave {rank!r}"
         matrices = [(name, t.detach()) for name, t in tensors if gains(t, rank)]

@@ -281,7 +281,7 @@ class Mean(Averager):
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         begin_step(self, state, tensors, comm.rank)
         targets = [(name, t.detach()) for name, t in tensors]
-        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        comm.ledger.count_averaged(sum([t.numel() for _, t in tensors]))
         job, codec = self._job(state, targets, comm, scale)
         # A rule needs each worker's message, which an all-reduce would add up.
         is_dense = self._is_dense_round(codec) and self.rule is None
@@ -498,7 +498,7 @@ class LoneMessages:
     def make(self, state: MeanState, tensors: NamedTensors, comm: Communicator) -> Tensor:
         """Begin a round alone: what `step` would send, (num_bytes,) uint8. `commit` or `discard` ends the round."""
         targets = [(name, t.detach()) for name, t in tensors]
-        comm.ledger.dense_numel += sum([t.numel() for _, t in tensors])
+        comm.ledger.count_averaged(sum([t.numel() for _, t in tensors]))
         job, _ = self.mean._job(state, targets, comm, 1.0)
         return pack(job.dense, job.encode(job.tensors, job.keys, job.masked))
 

@@ -116,7 +116,6 @@ class AsynchronousGossip(OwnModelAttachment):
 
     def _after_step(self) -> None:
         self._check()
-        self.comm.ledger.dense_numel += self._state.layout.numel
         self._publish("optimizer.step()")
         self._exchange.after_step()
 

@@ -111,7 +111,7 @@ class ParameterRounds:
         tensors, has_all = self.live.tensors(), False
         # Only an elastic round can be given up, so only it needs copies.
         go_back = remember(self.state, [p for _, p in tensors]) if self.comm.is_elastic else lambda: None
-        with self.transaction.attempt():
+        with self.transaction.attempt(), self.comm.ledger.counted_by_steps():
             self.averager.step(self.state, tensors, self.comm).wait()
             has_all = True
         if self.transaction.end(has_all):
@@ -128,7 +128,8 @@ class ParameterRounds:
             self._go_back = remember(self.state)
         start = self._start_on_copies if has_streams(self._device) else self._start_in_place
         try:
-            arrive = start()
+            with self.comm.ledger.counted_by_steps():
+                arrive = start()
         except CommunicationError as error:
             if not self.comm.is_elastic:
                 raise

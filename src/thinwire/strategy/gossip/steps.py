@@ -166,7 +166,7 @@ class ParameterGossip(OwnModelAttachment):
     def _take_part(self) -> None:
         """A round without an update."""
         self._before_update()
-        self._after_step()
+        self._end_of_step()
 
     def _combine(self) -> None:
         if not self.strategy.overlap:

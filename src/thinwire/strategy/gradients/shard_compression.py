@@ -185,7 +185,7 @@ class _AllGather(_Collective):
             return gather_shards(output_tensor, input_tensor, group=group, async_op=async_op)
         assert codec is not None
         comm = owner.connected(group, input_tensor.device)
-        comm.ledger.dense_numel += output_tensor.numel() // 2  # an all-gather sends half of an all-reduce
+        comm.ledger.count_averaged(output_tensor.numel() // 2)  # an all-gather sends half of an all-reduce
         parts = output_tensor.view(comm.size, -1)
         if not input_tensor.is_floating_point():  # several dtypes in one module: FSDP gathers bytes
             # A copy, because the shard may lie in the output, which is overwritten.
@@ -218,7 +218,7 @@ class _ReduceScatter(_Collective):
             self._wire.step += 1
             return reduce_scatter_shards(output_tensor, input_tensor, group=group, op=op, async_op=async_op)
         comm = owner.connected(group, input_tensor.device)
-        comm.ledger.dense_numel += input_tensor.numel() // 2
+        comm.ledger.count_averaged(input_tensor.numel() // 2)
         key = owner.key(self._wire, codec, "gradients", comm.rank, self._wire.step)
         with owner.clock("encode"):
             keys = [key._replace(step=key.step * comm.size + r) for r in range(comm.size)]  # of each shard

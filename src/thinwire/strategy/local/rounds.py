@@ -103,7 +103,6 @@ class LocalUpdates(OwnModelAttachment):
         with self._attaching() as comm:
             self._follow(comm)
             self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
-            self._numel = sum(anchor.numel() for _, anchor in self._anchors)
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
             outer = strategy.outer or PLAIN_AVERAGING
@@ -136,7 +135,7 @@ class LocalUpdates(OwnModelAttachment):
                 self._elastic = ElasticExchanges(
                     self.averager, self._fragments, self._transaction, self._shards, self._send
                 )
-            self._watch = ScalerWatch(self._scaler, self._optimizer, self._after_step)
+            self._watch = ScalerWatch(self._scaler, self._optimizer, self._end_of_step)
             self._on_detach(self._watch.remove)
 
     def _begin_asynchronous(self, quorum: Quorum, comm: Communicator) -> None:
@@ -338,7 +337,6 @@ class LocalUpdates(OwnModelAttachment):
         self.comm.stepped()
         step = self._record.step + 1
         self._record.num_steps += 1
-        self.comm.ledger.count_step(self._numel)
         self._average_optimizer_state()
         for fragment in self._fragments:
             fragment.has_moved = True
