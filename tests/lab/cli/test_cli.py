@@ -19,6 +19,8 @@ from helpers.command import TORCHRUN, python, started, thinwire
 from helpers.program import below, wait_until, workers_of
 
 import thinwire as tw
+from thinwire.average.mean.exchange import EXCHANGES, known_words
+from thinwire.average.mean.exchange.all_gather import AllGather
 from thinwire.lab.cli import main
 from thinwire.lab.cli.options import fail, parsed
 from thinwire.lab.train import RunConfig
@@ -218,10 +220,23 @@ def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monk
 def test_the_list_has_each_name_of_the_notation_once(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert sorted(line.split()[0] for line in lines if line.startswith(" ")) == sorted(known_names())
+    listed = sorted(line.split()[0] for line in lines if line.startswith(" "))
+    assert listed == sorted([*known_names(), *known_words()])
     assert main(["list", "memories"]) == 0
     memories = capsys.readouterr().out.splitlines()
     assert memories[0] == "memories:" and {"ErrorFeedback", "EF21"} <= {line.split()[0] for line in memories[1:]}
+
+
+def test_the_list_has_exchanges_of_ones_own(capsys, monkeypatch):
+    class Star(AllGather):
+        """By way of rank 0. And so on."""
+
+        word = "star"
+
+    monkeypatch.setitem(EXCHANGES, "star", Star())
+    assert main(["list", "exchanges"]) == 0
+    listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert ["star", "By way of rank 0."] in listed and {word for word, _ in listed} == {*known_words()}
 
 
 def test_a_port_in_use(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """usage: thinwire list [KIND]
 
 Show the names that strategies and averagers are written with, and what each is: all, or one KIND of
-strategies, averagers, codecs, memories, topologies, others.
+strategies, averagers, exchanges, codecs, memories, topologies, others.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 
 from .options import named, show_help
 
-KINDS = ("strategies", "averagers", "codecs", "memories", "topologies", "others")
+KINDS = ("strategies", "averagers", "exchanges", "codecs", "memories", "topologies", "others")
 
 
 def list_command(options: list[str]) -> None:
@@ -26,17 +26,21 @@ def list_command(options: list[str]) -> None:
         raise ValueError(f"thinwire list takes one kind, got {' '.join(options)!r}; see thinwire list --help")
     for kind in options:
         named(dict.fromkeys(KINDS), kind, "kind", "thinwire list --help")
+    from ...average.mean.exchange import find_exchange, known_words
     from ...notation import vocabulary
 
-    names = vocabulary()
-    width = max(map(len, names))
+    of_kind: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
+    for name, build in vocabulary().items():
+        of_kind[_kind(build)][name] = build
+    of_kind["exchanges"] = {word: find_exchange(word) for word in known_words()}  # named as in exchange="star"
+    width = max(len(name) for names in of_kind.values() for name in names)
     for kind in options or KINDS:
         print(f"{kind}:")
-        for name in sorted((n for n, build in names.items() if _kind(build) == kind), key=str.lower):
-            print(f"  {name:<{width}}  {_about(names[name])}".rstrip())
+        for name in sorted(of_kind[kind], key=str.lower):
+            print(f"  {name:<{width}}  {_about(of_kind[kind][name])}".rstrip())
 
 
-def _about(build: Callable[..., Any]) -> str:
+def _about(build: object) -> str:
     """The beginning of its docstring, on one line."""
     paragraph = (inspect.getdoc(build) or "").partition("\n\n")[0]
     sentence = re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
@@ -54,5 +58,5 @@ def _kind(build: Callable[..., Any]) -> str:
     from ...topology import Topology
 
     made = build if inspect.isclass(build) else get_type_hints(build)["return"]
-    bases = zip(KINDS, (Strategy, Averager, Codec, Memory, Topology), strict=False)  # "others" have no base
-    return next((kind for kind, base in bases if issubclass(made, base)), KINDS[-1])
+    bases = {"strategies": Strategy, "averagers": Averager, "codecs": Codec, "memories": Memory, "topologies": Topology}
+    return next((kind for kind, base in bases.items() if issubclass(made, base)), "others")
