@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from contextlib import closing
+
 import pytest
 import torch
 from helpers.gradients import fingerprint
 from torch import nn
 
 import thinwire as tw
+from thinwire.comm import ElasticCommunicator, Lighthouse
 from thinwire.strategy import Quorum
 
 MEAN = tw.Gradients(tw.Mean())
@@ -249,3 +254,20 @@ def test_buffers_may_grow_after_a_strategy_is_attached(strategy, are_equal):
             step(comm, model, optimizer)
 
     tw.LocalWorld(2).run(worker)
+
+
+@pytest.mark.parametrize("strategy", [MEAN, GOSSIP, LOCAL])
+def test_a_model_of_an_elastic_run_is_saved_whole(strategy):
+    """The hook that begins a round was a local function, which cannot be pickled."""
+    with closing(Lighthouse(1, "127.0.0.1")) as lighthouse, ElasticCommunicator(lighthouse.address, 0, 1) as comm:
+        model = make()
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, strategy, comm=comm):
+            step(comm, model, optimizer)
+            file = io.BytesIO()
+            torch.save((model, optimizer), file)
+            loaded, optimizer_of_it = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
+            before = comm.counts.committed, comm.in_round
+            step(comm, loaded, optimizer_of_it)
+            assert (comm.counts.committed, comm.in_round) == before
+            assert fingerprint(copy.deepcopy(loaded)) == fingerprint(loaded) != fingerprint(model)

@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 from ..algorithm import require, required
 from ..average.base import Averager, NamedTensors
 from ..comm import CommunicationError, Communicator, Layout, Ledger, ProcessGroupCommunicator, check, laid_out
+from ..comm.handle import nothing
 from ..membership import State, load_shared, redistribute, require_names, rewind, shared_part
 from ..options import require_integer
 from .advice import Advisor
@@ -108,6 +109,19 @@ class Attachment(ABC):
 
     def __exit__(self, *error: object) -> None:
         self.detach()
+
+
+class _ForwardHook:
+    """Calls a function before each forward pass; in a copy of the model, such as a moving average or a file, it calls none."""
+
+    def __init__(self, call: Callable[[], None]):
+        self._call = call
+
+    def __call__(self, module: nn.Module, args: object) -> None:
+        self._call()
+
+    def __reduce__(self) -> tuple[type, tuple[Callable[[], None]]]:
+        return type(self), (nothing,)
 
 
 class AveragerAttachment(Attachment):
@@ -407,10 +421,7 @@ class AveragerAttachment(Attachment):
         if self.comm.is_elastic:
             self._share()
             # Before FSDP gathers parameters: a worker that is healed gets others.
-            # A function, because a copy of the model, such as a moving average, copies its hooks and all that they hold.
-            hook = self._model.register_forward_pre_hook(
-                lambda module, args: self._before_forward() if module is self._model else None, prepend=True
-            )
+            hook = self._model.register_forward_pre_hook(_ForwardHook(self._before_forward), prepend=True)
             self._on_detach(hook.remove)
 
     def _require_elastic(self) -> None:
