@@ -275,6 +275,17 @@ def parallel_worker(comm):
         assert {name: m.numel() for name, m in memory_of(handle).items()} == held
         whole_parameters = [p.full_tensor().tolist() for p in model.parameters()]
         assert all(other == whole_parameters for other in comm.gather_objects(whole_parameters))
+        model.to("cpu")  # changes nothing, but for the hooks of DTensors
+        backward(model, mesh.get_coordinate()[0], 3)
+        with pytest.raises(
+            ValueError, match=r"'0\.weight' was given other contents .*, as model\.to\(\) does to a DTensor"
+        ):
+            optimizer.step()
+    with tw.compress_gradients(model, tw.Mean(), replicas=mesh["replicate"]):
+        optimizer.zero_grad()
+        backward(model, mesh.get_coordinate()[0], 4)
+        averaged = [p.grad.full_tensor().tolist() for p in model.parameters()]
+        assert all(other == averaged for other in comm.gather_objects(averaged))
 
     # The gradient of an embedding in rows is a sum over the workers of the replica still due, and no shard.
     torch.manual_seed(0)

@@ -271,3 +271,28 @@ def test_a_model_of_an_elastic_run_is_saved_whole(strategy):
             step(comm, loaded, optimizer_of_it)
             assert (comm.counts.committed, comm.in_round) == before
             assert fingerprint(copy.deepcopy(loaded)) == fingerprint(loaded) != fingerprint(model)
+
+
+def test_parameters_whose_contents_are_swapped_lose_no_average_without_a_word():
+    """`model.to()` swaps them where that flag of PyTorch is set, and always those of tensor subclasses."""
+
+    def worker(comm):
+        model = make()
+        with tw.attach(model, sgd(model), MEAN, comm=comm):
+            torch.__future__.set_swap_module_params_on_conversion(True)
+            comm.barrier()
+            model.to(torch.float32)
+            comm.barrier()
+            torch.__future__.set_swap_module_params_on_conversion(False)
+            with pytest.raises(ValueError, match=r"'0\.weight' was given other contents by torch\.utils\.swap_tensors"):
+                step(comm, model, sgd(model))
+        optimizer = sgd(model)
+        with tw.attach(model, optimizer, MEAN, comm=comm):
+            step(comm, model, optimizer)
+        return fingerprint(model)
+
+    try:
+        first, second = tw.LocalWorld(2).run(worker)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert first == second

@@ -67,6 +67,10 @@ class GradientBuckets:
         self._hooks = {id(p): p.register_post_accumulate_grad_hook(on_gradient) for _, p in parameters}
         keep = unserializable_hook(partial(_keep, self))  # without a warning where a model is sent to another process
         self._kept = [p.register_hook(keep) for _, p in parameters[:1]]
+        for _, p in parameters:
+            # One that had hooks before `swap_tensors` got further ones, and PyTorch would call none of them.
+            p._post_accumulate_grad_hooks = p._post_accumulate_grad_hooks
+        self._held = [(p, p._cdata) for _, p in parameters if id(p) not in gathered]  # FSDP calls the hooks itself
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -83,6 +87,16 @@ class GradientBuckets:
             [(name, torch.full_like(values_of(p), math.nan)) for name, p in bucket]
             for bucket in self._buckets[launched:]
         ]
+
+    def require_hooks(self) -> None:
+        """Raise a ValueError if a parameter got the contents of another tensor, and so lost its hooks."""
+        for p, contents in self._held:
+            if p._cdata != contents:
+                raise ValueError(
+                    f"parameter {self._names[id(p)]!r} was given other contents by torch.utils.swap_tensors, as model.to() "
+                    "does to a DTensor, which takes the hooks away that average its gradient; detach(), and attach after "
+                    "model.to()"
+                )
 
     def remove(self) -> None:
         """Take the hooks off."""

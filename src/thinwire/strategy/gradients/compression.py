@@ -288,6 +288,8 @@ class GradientCompression(AveragerAttachment):
                     f"parameter {name!r} is {now} now and was {self._kinds[name]} when {self.call} attached; convert the "
                     "model first, then attach"
                 )
+        if self._buckets is not None:
+            self._buckets.require_hooks()
 
     def expect_buckets(self) -> None:
         """Warn if no bucket has come when the strategy is detached, or when the process ends."""
