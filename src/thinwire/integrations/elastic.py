@@ -94,7 +94,7 @@ class ElasticState:
         return self._strategy.state_dict() | {ROUNDS: self._comm.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned, before the first step. A state of a run without an elastic one has no rounds."""
+        """Restore what `state_dict` returned, before the first step. That of a run that was not elastic has no rounds."""
         self._comm.load_state_dict(saved.get(ROUNDS, {"rounds": 0}))
         self._strategy.load_state_dict({key: value for key, value in saved.items() if key != ROUNDS})
 

@@ -15,7 +15,7 @@ from .shards import local
 
 
 def options_and_state(optimizer: Optimizer) -> dict[str, Any]:
-    """The options of all groups, and a hash of what the optimizer remembers; empty if each worker has the state of others.
+    """The options of all groups, and a hash of what the optimizer remembers; empty if each worker steps on other parameters.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
