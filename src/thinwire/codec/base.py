@@ -108,7 +108,7 @@ class Codec(Algorithm, ABC):
             raise self._no_payload(payload)
         if debug.enabled:
             hint = "encode and nbytes disagree"
-            self._check_size(payload, self.nbytes([s.shape for s in segments]), _numel_of(segments), hint)
+            self._check_size(payload, self.nbytes([s.shape for s in segments]), segments, hint)
         return payload
 
     def decode(self, payload: Tensor, size: Sizes, key: Keys | None = None) -> Tensor | list[Tensor]:
@@ -311,14 +311,18 @@ class Codec(Algorithm, ABC):
         for payload in payloads:
             if payload.dtype != torch.uint8 or payload.dim() != 1:
                 raise self._no_payload(payload)
-            self._check_size(payload, expected, _numel_of(outs))
+            self._check_size(payload, expected, outs)
 
     def _check_size(
-        self, payload: Tensor, expected: int, numel: int, hint: str = "were sender and receiver configured alike?"
+        self,
+        payload: Tensor,
+        expected: int,
+        segments: Sequence[Tensor],
+        hint: str = "were sender and receiver configured alike?",
     ) -> None:
         if payload.numel() > expected or (self.traits.fixed_size and payload.numel() != expected):
             raise ValueError(
-                f"{self}: a payload for {numel} elements has "
+                f"{self}: a payload for {_numel_of(segments)} elements has "
                 f"{'' if self.traits.fixed_size else 'at most '}{expected} bytes, got {payload.numel()}; {hint}"
             )
 
