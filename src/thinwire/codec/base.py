@@ -107,7 +107,7 @@ class Codec(Algorithm, ABC):
         if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:
             raise self._no_payload(payload)
         if debug.enabled:
-            hint = "encode and nbytes disagree"
+            hint = "nbytes says the one, and encode made the other"
             self._check_size(payload, self.nbytes([s.shape for s in segments]), segments, hint)
         return payload
 
