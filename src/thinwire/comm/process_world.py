@@ -95,7 +95,7 @@ def require_may_start() -> None:
     require(not process.daemon, "a daemonic process, as of a Pool, may not start workers; start it with daemon=False")
 
 
-def start(process: BaseProcess) -> None:
+def start_process(process: BaseProcess) -> None:
     """Start a process. It imports the main script, except one from standard input, which is no file."""
     main: Any = sys.modules["__main__"]
     path = getattr(main, "__file__", None)
@@ -115,7 +115,7 @@ def _started(
     """The parent's end of a new worker's pipe; leaving the stack ends the worker."""
     parent, child = context.Pipe()
     process = context.Process(target=_work, args=(child, *arguments), daemon=True)
-    start(process)
+    start_process(process)
     # Callbacks run in reverse order: first the kill, then the join.
     stack.callback(process.join)
     stack.callback(process.kill)

@@ -12,8 +12,8 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from ....comm import process_world
 from ....comm.addresses import own_address
+from ....comm.process_world import start_process, worker_context
 from ...variables import variables_set
 from ..config import RunConfig
 from ..results.callbacks import Callback
@@ -44,7 +44,7 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
     store = loopback_store(config.port, credentials)
     host = LOOPBACK if config.interface is None else own_address(config.interface)[1]
     meeting = (credentials and credentials.address) or (host, 0)
-    context = process_world.worker_context(PRELOADED)
+    context = worker_context(PRELOADED)
     workers: list[BaseProcess] = []
     with ExitStack() as stack:
         lighthouse = stack.enter_context(lighthouse_of(config, *meeting)) if config.elastic else None
@@ -73,7 +73,7 @@ def _start(process: BaseProcess, seconds: float = 10.0) -> None:
     deadline = time.monotonic() + seconds
     while True:
         try:
-            return process_world.start(process)
+            return start_process(process)
         except (ConnectionError, EOFError):
             if time.monotonic() > deadline:
                 raise
