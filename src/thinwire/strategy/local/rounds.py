@@ -596,16 +596,14 @@ class LocalUpdates(OwnModelAttachment):
     def _find_moved(self) -> None:
         """Look for fragments that a program has changed since their last round, without a step, on any worker."""
         unmoved = [fragment for fragment in self._fragments if not fragment.has_moved]
-        if self._elastic is not None or not unmoved:
+        if self._elastic is not None or self._asynchronous is not None or not unmoved:
             return
         is_as_restarted = all(
             torch.equal(start.to(p.dtype), p)
             for fragment in unmoved
             for start, p in zip(self._starts(fragment), self._parts(fragment), strict=True)
         )
-        is_as_restarted = self._shards.all(is_as_restarted)
-        if self._asynchronous is None:  # a worker may be alone here with a quorum, whose changes are its own
-            is_as_restarted = self.comm.all_true(is_as_restarted)
+        is_as_restarted = self.comm.all_true(self._shards.all(is_as_restarted))
         for fragment in unmoved:
             fragment.has_moved = not is_as_restarted
 
