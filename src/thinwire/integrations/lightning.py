@@ -166,7 +166,7 @@ class AttachStrategy(pl.Callback):
         # After an error other workers need not come here, so nothing is gathered.
         if self._state is None or self._has_failed:
             return
-        if self._averages_own_model:
+        if self._has_own_model:
             assert self.handle is not None
             with self.handle.average_model():
                 checkpoint["state_dict"] = copy.deepcopy(trainer.strategy.lightning_module_state_dict())
@@ -181,7 +181,7 @@ class AttachStrategy(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Validate the mean of all workers."""
-        if self.handle is not None and self._averages_own_model:
+        if self.handle is not None and self._has_own_model:
             self._mean.enter_context(self.handle.average_model())
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -207,13 +207,9 @@ class AttachStrategy(pl.Callback):
 
     @property
     def _has_own_model(self) -> bool:
-        """Whether this worker's model differs from those of others."""
-        return self._strategy.models_differ and self.handle is not None and not self.handle.is_detached
-
-    @property
-    def _averages_own_model(self) -> bool:
-        """Whether workers validate and save the mean of theirs, together."""
-        return self._has_own_model and self._elastic is None
+        """Whether this worker's model differs from those of the trainer's other processes, of which an elastic run has none."""
+        is_attached = self.handle is not None and not self.handle.is_detached
+        return self._strategy.models_differ and is_attached and self._elastic is None
 
     def _detach(self) -> None:
         if isinstance(self._state, ElasticState):
