@@ -14,6 +14,8 @@
 // Life    The engine of a channel lets its peers know every quarter of the time limit that it is there.
 // Events  For who connects: a connection was lost, or the peer's system ended or reset it; more would be faster; a peer is gone
 //         for good; all has failed. Who gives up a silent connection resets it.
+// Files   frame.hpp, what crosses a connection; peer.hpp, what is kept of peers and connections; engine.cpp, what other threads
+//         call, the thread and failures; send.cpp; receive.cpp; watch.cpp, what is done when time has passed.
 #pragma once
 
 #include <condition_variable>
