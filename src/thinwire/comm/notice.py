@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from ..messages import log
+
 NOTICE_SECONDS = 5.0
 START_SECONDS = 30.0
 """How long workers wait for a Lighthouse or a relay, which may start after them."""
 FLOOD_SECONDS = 1.0
-log = logging.getLogger("thinwire")
 
 
 @contextmanager

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
@@ -15,11 +14,10 @@ from ..average.base import Averager
 from ..average.mean.mean import Mean
 from ..codec import QSGD
 from ..comm import Communicator
+from ..messages import log
 from ..schedule import Schedule
 from .model.optimizer_step import unwrapped
 from .strategy import Averaging
-
-log = logging.getLogger("thinwire")
 
 if TYPE_CHECKING:
     from .base import Attachment

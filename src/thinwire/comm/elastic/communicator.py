@@ -38,7 +38,6 @@ GPUs. Tensors on a GPU go through main memory. This has not been run on a GPU.
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -51,6 +50,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...algorithm import require
+from ...messages import log
 from ...options import require_integer, require_number
 from ..base import Communicator, Start
 from ..channel import Channel
@@ -69,7 +69,6 @@ from .patience import Patience
 from .replica import Processes
 
 Result = TypeVar("Result")
-log = logging.getLogger("thinwire")
 REPLICA_SECONDS = 300.0
 """How long a process waits for another one of its worker, beyond what a quorum may take."""
 

@@ -13,7 +13,6 @@ come.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,6 +20,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from ...messages import log
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut, LostRounds, Members, Shared
 from ..tls.connections import Listener
@@ -35,7 +35,6 @@ from .transfer import Source, Transfer
 SIZE_FACTOR, SIZE_SLACK_BYTES = 16, 1 << 26
 """A state is at most so much larger than that of a worker that has not begun: an optimizer's grows with the first step."""
 ROUNDS = "rounds"
-log = logging.getLogger("thinwire")
 
 
 class Healing:

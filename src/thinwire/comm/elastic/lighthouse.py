@@ -8,12 +8,12 @@ lives. Each question carries a worker's claim (`claims.py`), and each answer tho
 from __future__ import annotations
 
 import contextlib
-import logging
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
+from ...messages import log
 from ...options import require_integer, require_number
 from ..addresses import address_text, own_address
 from ..exit import until_exit
@@ -26,7 +26,6 @@ HEARTBEAT_SECONDS = 3.0
 """The Lighthouse leaves out a worker after so long without a heartbeat."""
 BEAT_SECONDS = 0.2
 """Between two heartbeats."""
-log = logging.getLogger("thinwire")
 
 
 class Lighthouse:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import threading
 import time
 from collections import Counter, deque
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 
 from ... import debug
+from ...messages import log
 from ..addresses import parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
@@ -38,7 +38,6 @@ STREAMS = 4
 GRACE_SECONDS = 1.0
 """How long to wait for the other sources, once more than half say the same."""
 PAUSE_SECONDS = 0.05
-log = logging.getLogger("thinwire")
 
 
 class Source(NamedTuple):

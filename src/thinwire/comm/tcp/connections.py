@@ -17,7 +17,6 @@ no new ones within a few seconds, it is dead. Through a relay, only the time lim
 
 from __future__ import annotations
 
-import logging
 import socket
 import threading
 import time
@@ -25,6 +24,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ...messages import log
 from ..addresses import address_text, is_contact
 from ..handle import CommunicationError
 from ..notice import Flood
@@ -50,7 +50,6 @@ FAR_SECONDS = 0.015  # round trip of a very long line
 REFRESH_SECONDS = 2.0  # between looks at the files of the credentials
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0
 GRACE_SECONDS = 5.0  # for a peer that hung up, and that this worker cannot dial, to connect again
-log = logging.getLogger("thinwire")
 
 
 class Place(NamedTuple):

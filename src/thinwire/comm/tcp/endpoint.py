@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import logging
 import math
 import os
 import secrets
@@ -20,6 +19,7 @@ from weakref import finalize
 from torch import Tensor
 
 from ...algorithm import require
+from ...messages import log
 from ..exit import after_work
 from ..handle import CommunicationError
 from ..numbered import TaggedMessage
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 CLOSE_SECONDS = 10.0  # for peers to acknowledge what they have got, where this worker has an error
 EXIT_SECONDS = 2.0  # the same, where a script ends without closing
 LATE_SECONDS = 15.0  # after which a worker that waits for an operation says so
-log = logging.getLogger("thinwire")
 
 
 class Meeting(NamedTuple):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import socket
 from typing import TYPE_CHECKING
 
+from ...messages import log
 from ..tls.credentials import Credentials
 
 if TYPE_CHECKING:
     from ._engine import Context, Session
-
-log = logging.getLogger("thinwire")
 
 
 class WorkerIdentity:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import logging
 import socket
 import ssl
 import struct
@@ -29,6 +28,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from ...messages import log
 from ..addresses import address_text, listening_address, own_addresses_of
 from ..notice import Flood
 from ..sockets import (
@@ -64,7 +64,6 @@ SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not ackn
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
 Answer = Callable[[list[bytes]], list[bytes]]
-log = logging.getLogger("thinwire")
 
 
 class Refused(ConnectionError):

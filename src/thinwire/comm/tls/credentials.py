@@ -11,7 +11,6 @@ their certificates, in TLS 1.3 only. Names of hosts play no part: a worker is wh
 
 from __future__ import annotations
 
-import logging
 import os
 import ssl
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ...algorithm import require
+from ...messages import log
 from ..addresses import parse_address
 
 CERTIFICATE, KEY, AUTHORITY = "certificate.pem", "key.pem", "authority.pem"
@@ -35,7 +35,6 @@ WRONG = {
 WARN_SECONDS = 3 * 86_400.0
 """Before a certificate expires: a weekend."""
 
-log = logging.getLogger("thinwire")
 _warned: set[tuple[str | os.PathLike[str], float]] = set()
 
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import logging
 import re
 import secrets
 import socket
@@ -27,6 +26,7 @@ from concurrent.futures import Future
 from functools import partial
 from typing import Any, NamedTuple
 
+from ...messages import log
 from ..addresses import address_text, parse_address
 from ..handle import CommunicationError
 from ..notice import Flood, said_if_late
@@ -47,7 +47,6 @@ SPARE_DESCRIPTORS, BACKLOG = 128, 64  # for callers that are turned away; asynci
 MAX_UNPAIRED = 64  # from one address
 BUFFER_BYTES = 1 << 16  # in each direction, twice that in the worst case
 FIRST_PAUSE, LONGEST_PAUSE = 0.05, 2.0  # between two tries to wait at a relay
-log = logging.getLogger("thinwire")
 
 
 class Half(NamedTuple):

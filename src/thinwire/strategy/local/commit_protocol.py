@@ -29,7 +29,6 @@ the leader decides, and who is lost, is believed.
 from __future__ import annotations
 
 import json
-import logging
 import sched
 import struct
 import threading
@@ -43,6 +42,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ... import messages
 from ...comm import CommunicationError, Communicator, Message
 from ...comm.messenger import Messenger
 from .quorum import Quorum
@@ -52,7 +52,6 @@ ALIGNMENT = 16  # of the payload in a share, so that it may be viewed as floats
 MAX_NOTE_BYTES = 1 << 20
 VIEW_SECONDS = 60.0  # that a new view may take
 _LENGTH = struct.Struct("<q")
-log = logging.getLogger("thinwire")
 
 
 class QuorumMessage(IntEnum):
@@ -245,7 +244,7 @@ class CommitProtocol:
                 else:
                     self._on_note(message.source, json.loads(bytes(message.payload.tolist())))
             except Exception as error:  # a thread that ended would leave the training waiting
-                log.warning(
+                messages.log.warning(
                     "rank %d goes on without rank %d, which sent what cannot be: %.200r; do all run the same version?",
                     *(self.rank, message.source, error),
                 )
