@@ -48,11 +48,14 @@ class Background:
         self._calls.put((future, call))
         return Handle(future.result)
 
-    def drain(self) -> None:
-        """Wait until the calls so far have ended, with or without an error; in this thread itself, go on at once."""
+    def drain(self, seconds: float | None = None) -> None:
+        """Wait until the calls so far have ended, with or without an error, at most so many seconds.
+
+        In this thread itself, go on at once.
+        """
         last = self._last()
         if last is not None and threading.current_thread() is not self._thread:
-            wait([last])
+            wait([last], seconds)
 
     def close(self) -> None:
         """End the thread after the calls so far. Calling it again does nothing."""

@@ -443,7 +443,7 @@ def test_an_error_over_connections_of_our_own_waits_for_no_other_worker(tmp_path
         with pytest.raises(ZeroDivisionError), comm:
             if world.rank == 0:
                 comm.all_reduce(torch.ones(3))
-                comm._drain()  # it has been started
+                comm._issuer.drain()  # it has been started
             else:
                 has_failed.wait(100)
             raise ZeroDivisionError

@@ -38,7 +38,6 @@ GPUs. Tensors on a GPU go through main memory. This has not been run on a GPU.
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
@@ -231,7 +230,8 @@ class ElasticCommunicator(Communicator):
 
     def form_round(self) -> Members | None:
         require(not self._closed, f"worker {self.number}: a round on a communicator that was closed. Close it last.")
-        self._drain()
+        # No operation of an earlier round is being started from here on.
+        self._issuer.drain(self._timeout.total_seconds())
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
         # Hashing a large state takes time, so most rounds do without.
@@ -470,13 +470,6 @@ class ElasticCommunicator(Communicator):
         self._close()
 
     # ---- operations on the process group of the round ----
-
-    def _drain(self) -> None:
-        """Wait until no operation of an earlier round is being started."""
-        # The thread takes calls in order, so this one runs after all earlier ones.
-        done = threading.Event()
-        self._issuer.submit(done.set)
-        done.wait(self._timeout.total_seconds())
 
     def _issue(self, tensors: list[Tensor], start: Start) -> Wait:
         if self.size == 1:
