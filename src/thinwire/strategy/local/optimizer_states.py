@@ -21,8 +21,8 @@ from ...algorithm import require
 from ...average.base import NamedTensors
 from ...comm import Communicator
 from ...comm.compare import describe
+from ..model.joined import average_exactly
 from ..model.shards import local
-from .tensors import average_exactly
 
 Found = dict[str, Any]
 """By parameter: shape and type of its state, or the names of its other states if it lacks this one."""

@@ -56,6 +56,7 @@ from ...membership import check_state, load_shared, load_tensors, shared_part
 from ...streams import WorkStream
 from ..flight import Flight
 from ..gradients.dgc_sgd import check_optimizer
+from ..model.joined import average_exactly
 from ..model.models import unexpanded, values_of
 from ..model.optimizer_step import ScalerWatch
 from ..own_model import OwnModelAttachment
@@ -67,7 +68,6 @@ from .optimizer_states import average_states
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
 from .state import LATE, LocalState, loaded_outer, saved_outer
-from .tensors import anchor_of, average_exactly
 
 if TYPE_CHECKING:
     from .local import Local
@@ -102,7 +102,7 @@ class LocalUpdates(OwnModelAttachment):
         strategy = self.strategy
         with self._attaching() as comm:
             self._follow(comm)
-            self._anchors = [(name, anchor_of(p)) for name, p in self._live.tensors()]
+            self._anchors = [(name, _anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
             self._work, self._clock.device = WorkStream(device), device
             outer = strategy.outer or PLAIN_AVERAGING
@@ -621,3 +621,9 @@ class LocalUpdates(OwnModelAttachment):
     def _parts(self, fragment: Fragment) -> list[Tensor]:
         """The parameters of a fragment, as they are now."""
         return [values_of(self.parameters[place][1]) for place in fragment.places]
+
+
+def _anchor_of(p: Tensor) -> nn.Parameter:
+    """A copy in float32 at least, so that small outer steps are not lost."""
+    wide = torch.promote_types(p.dtype, torch.float32)
+    return nn.Parameter(p.to(wide, copy=True, memory_format=torch.contiguous_format))

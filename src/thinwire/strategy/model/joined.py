@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ...comm import Handle
+from ...comm import Communicator, Handle
+from .shards import local
 
 JOINED_BYTES = 16 * 2**20
 """Of a message; larger => fewer messages, and more memory in use at once. A tensor of more bytes travels alone."""
@@ -35,6 +36,11 @@ def exchange_joined(
     for group, handle in started:
         for t, part in zip(group, handle.wait().split([t.numel() for t in group]), strict=True):
             write(t, part.view(t.shape))
+
+
+def average_exactly(tensors: Iterable[Tensor], comm: Communicator) -> None:
+    """Replace tensors by their mean over all workers, in place, whatever their layout in memory."""
+    exchange_joined([local(t) for t in tensors], comm.all_reduce, lambda t, total: t.copy_(total.div_(comm.size)))
 
 
 def _groups(tensors: Iterable[Tensor], dtype: torch.dtype | None) -> list[list[Tensor]]:
