@@ -11,10 +11,9 @@ import thinwire as tw
 from thinwire.comm import LocalWorld
 from thinwire.plan.methods import methods
 
-METHODS = {
-    method.name: method for method in methods() if not method.name.startswith("Dion")
-}  # a third more at this width
+METHODS = {method.name: method for method in methods()}
 WIDTH, STEPS = 192, 61  # two rounds of 30 steps
+FACTORS = {"Dion, rank 64": 64 / WIDTH}  # of low rank, which a plan leaves out: they are small beside wide matrices
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -38,7 +37,7 @@ def test_a_method_keeps_as_much_as_its_plan_says(name):
         handle.detach()
 
     LocalWorld(2).run(train)
-    assert kept[0] == pytest.approx(METHODS[name].state_floats, abs=0.1)
+    assert kept[0] == pytest.approx(METHODS[name].state_floats + FACTORS.get(name, 0), abs=0.1)
 
 
 def _alive(models: list[nn.Module]) -> int:
