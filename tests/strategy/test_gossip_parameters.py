@@ -590,30 +590,6 @@ def test_detach_ends_it():
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"averager": tw.Mix(tw.Complete())}, r"averager: Mix\(\) on ranks 0, 2, 3; Mix\(Complete\(\)\) on rank 1"),
-        ({"averager": tw.Choco(tw.Ring(), tw.TopK(0.1))}, r"averager: .*TopK\(ratio=0.1\).* on rank 1"),
-        ({"overlap": True}, r"overlap: False on ranks 0, 2, 3; True on rank 1"),
-        ({"order": "adapt_then_combine"}, r"order: .* on rank 1"),
-        ({"frozen": True}, r"parameters: .* on rank 1"),
-    ],
-    ids=str,
-)
-def test_workers_that_differ_fail_together(change, message):
-    def worker(comm):
-        mine = change if comm.rank == 1 else {}
-        model = Bowl(0)
-        model.vector.requires_grad_("frozen" not in mine)
-        options = {"averager": tw.Mix(), "comm": comm} | {k: v for k, v in mine.items() if k != "frozen"}
-        with pytest.raises(ValueError, match=message):
-            tw.gossip_parameters(model, OPTIMIZERS["sgd"](model.parameters()), **options)
-        return True
-
-    assert all(tw.LocalWorld(SIZE, timeout_seconds=10).run(worker))
-
-
-@pytest.mark.parametrize(
     ("averager", "options", "message"),
     [
         (tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()), {}, "suits gradients"),

@@ -335,8 +335,9 @@ def test_an_averager_refuses_tensors_that_are_no_real_floats_by_name(averager, d
         (lambda model: model.register_parameter("extra", nn.Parameter(torch.ones(2))), "extra: .* on rank 1"),
         (lambda model: setattr(model, "matrix", nn.Parameter(torch.ones(5, 4))), r"matrix: .*\(5, 4\).* on rank 1"),
         (lambda model: model.register_buffer("count", torch.ones(3)), "count: .* on rank 1"),
+        (lambda model: model.vector.requires_grad_(False), r"parameters: .* on rank 1"),
     ],
-    ids=["number", "shape", "buffer"],
+    ids=["number", "shape", "buffer", "frozen"],
 )
 def test_models_that_differ_are_an_error_on_all_workers(kind, change, message):
     def worker(comm):
