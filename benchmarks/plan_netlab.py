@@ -35,7 +35,6 @@ from thinwire.comm import Communicator, Handle
 from thinwire.lab.bench.workers import joined
 from thinwire.plan import Link, Method, Network, Speeds, Workload, predict_method, tensors_of
 from thinwire.plan.measure import measure_together
-from thinwire.plan.operations import PeerMessages, Steps
 from thinwire.plan.predict import programs_of
 from thinwire.plan.record import Action, Program, Wait
 
@@ -153,12 +152,12 @@ def play(comm: Communicator, programs: list[Program]) -> None:
 def perform(comm: Communicator, actions: Sequence[Action], handles: list[Handle]) -> None:
     """Issue operations, and wait for those of the same bucket."""
     for action in actions:
-        if isinstance(action, PeerMessages):
+        if isinstance(action, tuple) and len(action) == 1:
             # Every worker does the same with peers as far away, so what comes has the size of what goes the other way.
-            around = {(2 * comm.rank - peer) % comm.size: buffer(round(n)) for peer, n in action.sends}
-            handles.append(comm.exchange({peer: buffer(round(n)) for peer, n in action.sends}, around))
-        elif isinstance(action, Steps):  # no method here broadcasts
-            first, last = (step.sends[0][1] for step in action.steps)
+            around = {(2 * comm.rank - peer) % comm.size: buffer(round(n)) for peer, n in action[0].sends}
+            handles.append(comm.exchange({peer: buffer(round(n)) for peer, n in action[0].sends}, around))
+        elif isinstance(action, tuple):  # no method here broadcasts
+            first, last = (step.sends[0][1] for step in action)
             is_sum = first == last
             handles.append(
                 comm.all_reduce(buffer(round(last * comm.size)).view(torch.float32))

@@ -247,7 +247,7 @@ def test_stages_of_several_buckets_are_in_flight_together():
     # Each bucket sends twice, and four buckets one after the other would take eight latencies. Bucket 3 is sent when
     # bucket 1 has waited for bucket 0, one latency late; its own two follow.
     def program():
-        both = PeerMessages(((1, 10),), ((1, 10),))
+        both = (PeerMessages(((1, 10),), ((1, 10),)),)
         return Program((both,), ((Wait(0), both),), (Wait(1),), Ledger(2), True)
 
     link = Link(1e9, latency_seconds=0.01)

@@ -10,7 +10,7 @@ from thinwire.comm import Ledger
 from thinwire.comm.sums import Route
 from thinwire.plan import Link, Network, Program, simulate
 from thinwire.plan.engine import Engine
-from thinwire.plan.operations import PeerMessages, Steps, all_reduce
+from thinwire.plan.operations import PeerMessages, all_reduce
 from thinwire.plan.record import Wait
 from thinwire.plan.simulate import Bucket
 from thinwire.plan.sized import Work
@@ -25,9 +25,8 @@ def program(*step, stages=(), wait=(), at_once=True):
 
 def gather(rank, size, num_bytes):
     after = [(rank + step) % size for step in range(1, size)]
-    return program(
-        PeerMessages(tuple((p, num_bytes) for p in after), tuple((p, num_bytes) for p in after)), wait=[Wait(0)]
-    )
+    messages = tuple((p, num_bytes) for p in after)
+    return program((PeerMessages(messages, messages),), wait=[Wait(0)])
 
 
 def sum_of_all(rank, size, num_bytes, per_node=1):
@@ -57,10 +56,10 @@ def test_an_all_reduce_leaves_a_node_once_however_many_workers_it_has(per_node):
 
 def test_a_later_step_keeps_its_messages_apart_from_those_of_later_operations():
     """Rank 0 sends its second step after 0.5 s; what both have sent in the next operation meanwhile is not taken for it."""
-    ping = Steps((PeerMessages((), ((1, 1),)), PeerMessages(((1, 100_000),), ())))
-    pong = Steps((PeerMessages(((0, 1),), ()), PeerMessages((), ((0, 100_000),))))
-    first = program(ping, PeerMessages(((1, 1),), ()), wait=[Wait(0), Wait(1)])
-    late = [Work("encode", 1, "other"), pong, PeerMessages((), ((0, 1),))]
+    ping = PeerMessages((), ((1, 1),)), PeerMessages(((1, 100_000),), ())
+    pong = PeerMessages(((0, 1),), ()), PeerMessages((), ((0, 100_000),))
+    first = program(ping, (PeerMessages(((1, 1),), ()),), wait=[Wait(0), Wait(1)])
+    late = [Work("encode", 1, "other"), pong, (PeerMessages((), ((0, 1),)),)]
     second = program(*late, wait=[Wait(1), Work("decode", 1, "other"), Wait(0)])
     got = seconds(Network(2, outer=LINK), [[first, second]], work=lambda work: 0.5, fold=False)
     # The second operation's message is there at 0.5 s already, and the answer comes while rank 1 decodes.
@@ -114,7 +113,7 @@ def test_a_step_is_no_shorter_than_computation_or_network():
 
 
 def test_encoding_delays_backward_and_decoding_follows_the_last_send():
-    step = [Work("encode", 10, "codec"), PeerMessages(((1, 1000),), ((1, 1000),))]
+    step = [Work("encode", 10, "codec"), (PeerMessages(((1, 1000),), ((1, 1000),)),)]
     buckets = [[program(*step, wait=[Wait(0), Work("decode", 10, "codec")])]] * 2
     cost = {"encode": 0.2, "decode": 0.3}
     got = seconds(Network(2, outer=FREE), buckets, 0.1, work=lambda work: cost[work.part])
@@ -122,15 +121,15 @@ def test_encoding_delays_backward_and_decoding_follows_the_last_send():
 
 
 def test_messages_with_no_sender_are_an_error():
-    lonely = program(PeerMessages((), ((1, 10),)), wait=[Wait(0)])
+    lonely = program((PeerMessages((), ((1, 10),)),), wait=[Wait(0)])
     with pytest.raises(ValueError, match="nobody sends"):
         seconds(Network(2, outer=LINK), [[lonely]])
 
 
 def test_a_message_that_is_on_its_way_is_waited_for():
     """It takes 0.2 s and a latency; who asks for it in the middle of that gets it at the same time."""
-    sends = program(PeerMessages(((1, 200_000),), ()), wait=[Wait(0)])
-    receives = program(Work("encode", 1, "other"), PeerMessages((), ((0, 200_000),)), wait=[Wait(0)])
+    sends = program((PeerMessages(((1, 200_000),), ()),), wait=[Wait(0)])
+    receives = program(Work("encode", 1, "other"), (PeerMessages((), ((0, 200_000),)),), wait=[Wait(0)])
     got = seconds(Network(2, outer=LINK), [[sends, receives]], work=lambda work: 0.1, fold=False)
     assert got == pytest.approx(0.01 + 0.2)
 

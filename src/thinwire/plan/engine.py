@@ -113,9 +113,8 @@ class Engine:
 
     # ---- operations ----
 
-    def issue(self, rank: int, action: Moves) -> Operation:
+    def issue(self, rank: int, steps: Moves) -> Operation:
         """Start an operation of worker `rank` now."""
-        steps = action.steps
         num_sends, num_receives = (
             sum(map(len, side)) for side in zip(*((s.sends, s.receives) for s in steps), strict=True)
         )

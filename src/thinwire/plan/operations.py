@@ -11,15 +11,10 @@ from ..comm.sums import Route
 
 @dataclass(frozen=True)
 class PeerMessages:
-    """One operation of single messages, in the order in which they are sent; bytes by peer."""
+    """One step of an operation: its messages, in the order in which they are sent; bytes by peer."""
 
     sends: tuple[tuple[int, float], ...]
     receives: tuple[tuple[int, float], ...]
-
-    @property
-    def steps(self) -> tuple[PeerMessages]:
-        """Its one step."""
-        return (self,)
 
     def renamed(self, peer_of: Callable[[int], int]) -> PeerMessages:
         """The same with another rank for each peer."""
@@ -27,49 +22,38 @@ class PeerMessages:
         return PeerMessages(sides[0], sides[1])
 
 
-@dataclass(frozen=True)
-class Steps:
-    """One operation of several steps: each of them sends once all that the one before receives has come."""
-
-    steps: tuple[PeerMessages, ...]
-
-    def renamed(self, peer_of: Callable[[int], int]) -> Steps:
-        """The same with another rank for each peer."""
-        return Steps(tuple(step.renamed(peer_of) for step in self.steps))
-
-
-Moves = PeerMessages | Steps
-"""What one call of a communicator sends and receives."""
+Moves = tuple[PeerMessages, ...]
+"""What one call of a communicator sends and receives: each step sends once all that the one before receives has come."""
 
 
 def all_reduce(route: Route, num_bytes: int) -> Moves:
     """One worker's part in an all-reduce of `num_bytes`: see `comm/sums.py`. Shards are not rounded to whole elements.
 
     Example:
-        >>> all_reduce(Route(0, range(3)), num_bytes=300).steps[0].sends
+        >>> all_reduce(Route(0, range(3)), num_bytes=300)[0].sends
         ((1, 100.0), (2, 100.0))
     """
     if num_bytes == 0 or route.size == 1:
-        return PeerMessages((), ())
+        return (PeerMessages((), ()),)
     teams, steps, part = route.teams(num_bytes), list[PeerMessages](), float(num_bytes)
     if not teams:
-        return _both_ways([1 - route.rank], part)
+        return (_both_ways([1 - route.rank], part),)
     for team in teams:
         part /= len(team)
         steps.append(_both_ways(_after(team, route.rank), part))
-    return Steps((*steps, *reversed(steps)))
+    return (*steps, *reversed(steps))
 
 
-def gather_of_sizes(peers: Sequence[int], num_bytes: int) -> Steps:
+def gather_of_sizes(peers: Sequence[int], num_bytes: int) -> Moves:
     """One worker's part in an all-gather of `num_bytes` whose sizes differ: 8 bytes that tell them come first.
 
     What comes counts as many bytes as what is sent.
 
     Example:
-        >>> [step.sends for step in gather_of_sizes([1], num_bytes=300).steps]
+        >>> [step.sends for step in gather_of_sizes([1], num_bytes=300)]
         [((1, 8),), ((1, 300),)]
     """
-    return Steps((_both_ways(peers, 8), _both_ways(peers, num_bytes)))
+    return _both_ways(peers, 8), _both_ways(peers, num_bytes)
 
 
 def _both_ways(peers: Sequence[int], num_bytes: float) -> PeerMessages:
@@ -83,14 +67,14 @@ def _after(ranks: Sequence[int], rank: int) -> list[int]:
     return [*ranks[place + 1 :], *ranks[:place]]
 
 
-def broadcast(size: int, rank: int, root: int, num_bytes: int) -> Steps:
+def broadcast(size: int, rank: int, root: int, num_bytes: int) -> Moves:
     """The part of worker `rank` in a broadcast of `num_bytes` from worker `root`; nothing empty is sent.
 
     Example:
-        >>> received, sent = broadcast(size=4, rank=1, root=0, num_bytes=100).steps
+        >>> received, sent = broadcast(size=4, rank=1, root=0, num_bytes=100)
         >>> received.receives, sent.sends
         (((0, 100),), ((3, 100),))
     """
     parents, children = broadcast_tree(size, rank, root) if num_bytes else ([], [])
     receives, sends = (tuple((peer, num_bytes) for peer in peers) for peers in (parents, children))
-    return Steps((PeerMessages((), receives), PeerMessages(sends, ())))
+    return PeerMessages((), receives), PeerMessages(sends, ())

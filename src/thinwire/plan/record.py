@@ -3,8 +3,7 @@
 A *program* lists the actions of one worker for one call of `Averager.step`:
 
     Work(part, numel, name)   encode or decode so many float32 elements
-    PeerMessages(sends, receives)   one `exchange`, `all_to_all` or `all_gather`: bytes by peer
-    Steps(steps)              one `broadcast`, `all_reduce` or `all_gather` of sizes that differ: such messages, step by step
+    (PeerMessages, ...)       one operation of a communicator: the messages of each step, bytes by peer
     Wait(operation)           wait until that operation of the program is done
 
 Tensors lie on PyTorch's meta device, so a model of any size costs no memory. A codec is replaced by a stand-in that has
@@ -37,7 +36,7 @@ from ..comm.channel import MAX_BYTES, Channel
 from ..comm.sums import Route
 from .averagers import adds_coordinates, multiplies
 from .network import Network
-from .operations import Moves, PeerMessages, Steps, all_reduce, broadcast, gather_of_sizes
+from .operations import Moves, PeerMessages, all_reduce, broadcast, gather_of_sizes
 from .shapes import Shapes
 from .sized import PRODUCTS, Work, sized
 
@@ -78,7 +77,7 @@ class Program:
     @property
     def sums_by_hosts(self) -> bool:
         """Whether it has all-reduces inside nodes and then between them, so that no other worker of its node does the same."""
-        return any(isinstance(action, Steps) and len(action.steps) > 2 for action in self.actions)
+        return any(isinstance(action, tuple) and len(action) > 2 for action in self.actions)
 
     def bytes_out(self, network: Network, node: int = 0) -> float:
         """What it adds to the bytes that its node sends to other nodes."""
@@ -87,8 +86,8 @@ class Program:
         return sum(
             n
             for a in self.actions
-            if isinstance(a, PeerMessages | Steps)
-            for step in a.steps
+            if isinstance(a, tuple)
+            for step in a
             for peer, n in step.sends
             if peer // network.workers_per_node != node
         )
@@ -104,9 +103,10 @@ class Program:
 
 
 def _renamed(actions: Sequence[Action], peer_of: Callable[[int], int]) -> tuple[Action, ...]:
-    broadcasts = any(bool(s.sends) != bool(s.receives) for a in actions if isinstance(a, Steps) for s in a.steps)
+    several = [a for a in actions if isinstance(a, tuple) and len(a) > 1]
+    broadcasts = any(bool(step.sends) != bool(step.receives) for a in several for step in a)
     require(not broadcasts, "a broadcast has a root, so workers differ; `is_uniform` of an exchange must be False then")
-    return tuple(a.renamed(peer_of) if isinstance(a, PeerMessages | Steps) else a for a in actions)
+    return tuple(tuple(step.renamed(peer_of) for step in a) if isinstance(a, tuple) else a for a in actions)
 
 
 def record(
@@ -303,7 +303,7 @@ class Recorder(Communicator):
     def _note_messages(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:
         """Empty messages count too, with no bytes: another worker may have none where this one has some."""
         sides = [tuple((peer, t.nbytes) for peer, t in side.items()) for side in (sends, receives)]
-        return self._note(PeerMessages(sides[0], sides[1]))
+        return self._note((PeerMessages(sides[0], sides[1]),))
 
     def _start_broadcast(self, tensor: Tensor, root: int) -> Callable[[], Any]:
         return self._note(broadcast(self.size, self.rank, root, tensor.nbytes))

@@ -10,7 +10,7 @@ from typing import Any
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import PeerMessages, Steps
+from .operations import PeerMessages
 from .trace import Entry
 
 
@@ -89,7 +89,7 @@ class Replay:
         end = partial(self._end, gate)
         if kind == "mark":
             return end()
-        operation = self._engine.issue(rank, Steps(tuple(PeerMessages(*step) for step in steps)))
+        operation = self._engine.issue(rank, tuple(PeerMessages(*step) for step in steps))
         if operation.is_under_way(self._engine.now):
             operation.waiting.append(end)
         else:

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from ..algorithm import require
 from .engine import Engine, Operation, Thread
 from .network import Network
-from .operations import Moves
 from .record import Action, Program
 from .sized import Work
 
@@ -105,7 +104,7 @@ class _SimulatedWorker:
         for action in actions:
             if isinstance(action, Work):
                 yield self._work_seconds(action)
-            elif isinstance(action, Moves):
+            elif isinstance(action, tuple):
                 operations.append(self._engine.issue(self._rank, action))
             else:
                 yield operations[action.operation]

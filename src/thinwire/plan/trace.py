@@ -33,7 +33,7 @@ class Trace:
         >>> from thinwire.plan.operations import PeerMessages
         >>> trace = Trace(measures=False)
         >>> trace.compute(0.5)
-        >>> trace.wait(trace.issue(PeerMessages(((1, 100),), ())))
+        >>> trace.wait(trace.issue((PeerMessages(((1, 100),), ()),)))
         >>> trace.take()
         [[0, [['work', 0.5], ['messages', 0, [((1, 100),), ()]], ['wait', 0]]]]
     """
@@ -70,7 +70,7 @@ class Trace:
     def issue(self, moves: Moves) -> int:
         """The calling thread starts an operation; returns its number."""
         self.charge()
-        return self._numbered("messages", *([step.sends, step.receives] for step in moves.steps))
+        return self._numbered("messages", *([step.sends, step.receives] for step in moves))
 
     def mark(self) -> int:
         """A mark in the calling thread; returns its number."""

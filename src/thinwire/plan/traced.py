@@ -173,10 +173,10 @@ def _wait_traced(wait: Callable[[], Any], trace: Trace, number: int) -> Any:
     return result
 
 
-def _messages(sends: dict[int, Tensor], receives: dict[int, Tensor]) -> PeerMessages:
+def _messages(sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Moves:
     """The messages of an exchange; nothing empty is sent."""
     sides = [tuple((peer, t.nbytes) for peer, t in side.items() if t.nbytes) for side in (sends, receives)]
-    return PeerMessages(sides[0], sides[1])
+    return (PeerMessages(sides[0], sides[1]),)
 
 
 @dataclass(frozen=True)
