@@ -37,10 +37,10 @@ def test_a_joiner_takes_over_steps_and_schedules():
             optimizer.step()
             schedule.step()
         shared.clear()
-        schedules = [schedule]
-        ElasticState(
-            Mock(models_differ=False), comm, [optimizer], schedules, schedules, lambda: counted[-1], counted.append
-        )
+        schedules, strategy = [schedule], Mock(models_differ=False)
+        ElasticState(strategy, comm, [optimizer], schedules, schedules, lambda: counted[-1], counted.append)
+        # What `share` has returned ends it, with the strategy.
+        assert [call.args[0] for call in strategy._on_detach.call_args_list] == list(shared.values())
         return counted, schedule, dict(shared)
 
     _, _, theirs = worker(4)

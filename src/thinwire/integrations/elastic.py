@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,6 +17,8 @@ ROUNDS = "rounds"
 
 class ElasticState:
     """The state of a worker whose trainer knows of no others, and what those that join take over from it.
+
+    It is shared until the strategy detaches.
 
     Args:
         strategy: what `attach` returned.
@@ -62,12 +63,11 @@ class ElasticState:
         self._strategy, self._comm = strategy, comm
         self._schedulers, self._each_step = schedulers, each_step
         self._steps, self._set_steps = steps, set_steps
-        self._shared = ExitStack()
         if not strategy.models_differ:  # else the strategy shares its optimizer
             for i, one in enumerate(optimizers):
-                self._shared.callback(comm.share(f"optimizer {i}", one.state_dict, one.load_state_dict))
+                strategy._on_detach(comm.share(f"optimizer {i}", one.state_dict, one.load_state_dict))
         # Schedules may follow what each worker measures by itself.
-        self._shared.callback(comm.share("trainer", self._progress, self._take_over, is_common=False))
+        strategy._on_detach(comm.share("trainer", self._progress, self._take_over, is_common=False))
 
     def _progress(self) -> dict[str, Any]:
         return {"steps": self._steps(), "schedulers": [one.state_dict() for one in self._schedulers]}
@@ -97,7 +97,3 @@ class ElasticState:
         """Restore what `state_dict` returned, before the first step. That of a run that was not elastic has no rounds."""
         self._comm.load_state_dict(saved.get(ROUNDS, {"rounds": 0}))
         self._strategy.load_state_dict({key: value for key, value in saved.items() if key != ROUNDS})
-
-    def close(self) -> None:
-        """Share no more."""
-        self._shared.close()

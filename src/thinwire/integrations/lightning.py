@@ -212,7 +212,5 @@ class AttachStrategy(pl.Callback):
         return self._strategy.models_differ and is_attached and self._elastic is None
 
     def _detach(self) -> None:
-        if isinstance(self._state, ElasticState):
-            self._state.close()
         if self.handle is not None:
             self.handle.detach()

@@ -156,8 +156,6 @@ class AttachStrategy(TrainerCallback):
         self._detach()
 
     def _detach(self) -> None:
-        if isinstance(self._state, ElasticState):
-            self._state.close()
         self._state = None
         if self.handle is not None:
             self.handle.detach()
