@@ -28,7 +28,7 @@ import torch.distributed as dist
 from helpers import traffic
 from helpers.cases import case
 from helpers.program import programs
-from helpers.spawn import meet, run_tcp, run_threads, spawn
+from helpers.spawn import meet, run_tcp, spawn
 
 import thinwire as tw
 from thinwire.comm import CommunicationError, ProcessGroupCommunicator, ProcessWorld, exit
@@ -158,12 +158,6 @@ def fails_on_rank_one(comm):
     comm.barrier()
 
 
-@pytest.mark.parametrize("run", [spawn, run_threads, run_tcp])
-def test_the_first_error_is_raised_with_its_rank(run):
-    with pytest.raises(ValueError, match=r"^rank 1: ratio must be in \(0, 1\], got 2$"):
-        run(3, fails_on_rank_one)
-
-
 @pytest.mark.parametrize("run", [spawn, run_tcp])
 def test_the_first_error_is_raised_though_those_that_followed_are_there_too(run, monkeypatch):
     """The parent looks only after rank 1's end has broken the barrier of the others."""
@@ -189,15 +183,6 @@ def test_workers_that_do_not_finish_are_named(monkeypatch):
     monkeypatch.setattr("helpers.spawn.wait", wait_for_rank_zero)
     with pytest.raises(TimeoutError, match=r"ranks \[1\] of 2"):
         spawn(2, sleeps_on_rank_one, timeout_seconds=0.1)
-
-
-def tensors_and_arguments(comm, x: torch.Tensor, factor: int) -> torch.Tensor:
-    return x * factor + comm.rank
-
-
-def test_arguments_and_results_travel():
-    results = spawn(2, tensors_and_arguments, torch.arange(3), 10)
-    assert [result.tolist() for result in results] == [[0, 10, 20], [1, 11, 21]]
 
 
 # ---- groups, and the end ----

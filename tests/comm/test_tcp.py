@@ -334,23 +334,7 @@ def test_a_peer_that_has_never_been_reached_may_be_behind_a_firewall():
     worker.close(0.0)
 
 
-# ---- outsiders, and a machine that is full ----
-
-
-def gets_connections_of_outsiders(comm, folder: str) -> list[str]:
-    lines = logged()
-    address = comm._connections.contact[:2]
-    connections = [socket.create_connection(address) for _ in range(3)]
-    connections[0].sendall(b"GET / HTTP/1.1\r\n\r\n".ljust(200))
-    connections[1].close()
-    wait_until(lambda: lines, "the warning about the outsider")
-    conforms(comm)
-    return lines
-
-
-def test_outsiders_are_sent_away_and_the_run_goes_on(tmp_path):
-    for lines in run_tcp(2, gets_connections_of_outsiders, str(tmp_path)):
-        assert all("does not know the run's secret" in line for line in lines) and lines
+# ---- a machine that is full ----
 
 
 def runs_out_of_descriptors(comm) -> float:
