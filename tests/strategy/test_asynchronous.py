@@ -597,15 +597,8 @@ def test_an_odd_number_of_workers_is_a_mistake_of_all():
     assert tw.LocalWorld(3).run(worker) == [True] * 3
 
 
-def elsewhere(comm, name):
-    """Give `Pairwise()` to what needs rounds."""
-    model = nn.Linear(2, 2)
-    if name == "gossip_parameters":
-        tw.gossip_parameters(model, torch.optim.SGD(model.parameters(), lr=1.0), tw.Pairwise(), comm=comm)
-    elif name == "compress_gradients":
-        tw.compress_gradients(model, tw.Pairwise(), comm=comm)
-    else:
-        tw.consensus([("x", torch.ones(2))], tw.Pairwise(), 3, comm)
+def averaged_alone(comm):
+    tw.consensus([("x", torch.ones(2))], tw.Pairwise(), 3, comm)
 
 
 @pytest.mark.parametrize(
@@ -614,12 +607,7 @@ def elsewhere(comm, name):
         (lambda: tw.Pairwise(tw.Ring()), "one side asks and the other answers"),
         (lambda: tw.Pairwise(tw.topology.BipartiteExponential(peers=2)), "a pair is two workers"),
         (lambda: tw.Pairwise(tw.topology.BipartiteLinear(static=True)), "a pair is two workers"),
-        (
-            lambda: run_threads(2, elsewhere, "gossip_parameters"),
-            r"got Pairwise\(\); Pairwise\(\) goes into Asynchronous\(\)",
-        ),
-        (lambda: run_threads(2, elsewhere, "compress_gradients"), "gradients need an averager"),
-        (lambda: run_threads(2, elsewhere, "consensus"), "must have rounds"),
+        (lambda: run_threads(2, averaged_alone), "must have rounds"),
     ],
 )
 def test_mistakes(build, message):

@@ -522,18 +522,3 @@ def test_a_worker_that_gave_up_its_changes_goes_on_with_the_others(averager, opt
         results = run_threads(2, worker)
     assert all(own.isfinite().all() for own, _ in results)
     assert torch.equal(results[0][1], results[1][1]) and not torch.equal(results[0][1], vector(Quadratic()))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"delay": 4}, "delay must be below every=4"),
-        ({"alpha": 1.0}, "alpha must be at least 0 and below 1, got 1.0"),
-        ({"pull": 0.1}, "pull mixes changes and anchors with those of neighbours"),
-        ({"averager": tw.Mix(), "weights": tw.strategy.InverseNorm()}, "weights are for averagers with one mean"),
-        ({"state_every": {"exp_avg": 0}}, "must be an integer, 1 or more, got 0"),
-    ],
-)
-def test_mistakes(options, message):
-    with pytest.raises(ValueError, match=message):
-        run(2, options.pop("averager", tw.Mean()), 1, every=4, **options)

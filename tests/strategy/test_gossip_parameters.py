@@ -589,28 +589,6 @@ def test_detach_ends_it():
     assert tw.LocalWorld(2).run(worker) == [0, 0]
 
 
-@pytest.mark.parametrize(
-    ("averager", "options", "message"),
-    [
-        (tw.Mean(tw.TopK(0.01), tw.ErrorFeedback()), {}, "suits gradients"),
-        (tw.PowerSGD(), {}, "suits gradients"),
-        (tw.Mean(), {"overlap": True}, "adds to them"),
-        (tw.Mix(), {"staleness": 1}, "needs overlap=True"),
-        (tw.Mix(), {"overlap": True, "staleness": -1}, "0 or more, got -1"),
-        (tw.Mix(), {"order": "both"}, "order must be one of"),
-        (tw.Mix(), {"overlap": True, "order": "adapt_then_combine"}, "staleness must be 1 or more"),
-    ],
-    ids=str,
-)
-def test_impossible_options_say_why(averager, options, message):
-    def worker(comm):
-        model = Bowl(0)
-        with pytest.raises(ValueError, match=message):
-            tw.gossip_parameters(model, OPTIMIZERS["sgd"](model.parameters()), averager, comm=comm, **options)
-
-    tw.LocalWorld(1).run(worker)
-
-
 def test_an_optimizer_of_something_else_is_refused():
     def worker(comm):
         model, other = Bowl(0), nn.Parameter(torch.zeros(2))

@@ -147,16 +147,6 @@ def test_a_loss_scaler_skips_by_itself_and_nothing_warns():
         assert tw.LocalWorld(2).run(worker) == [(True, 1, 1.0)] * 2
 
 
-def test_wrong_options_have_one_line():
-    def worker(comm):
-        with pytest.raises(ValueError, match="on_nonfinite must be one of skip, raise, apply, got 'ignore'"):
-            attached(comm, on_nonfinite="ignore")
-        with pytest.raises(ValueError, match="max_nonfinite must be an integer, 1 or more, got 0"):
-            attached(comm, max_nonfinite=0)
-
-    tw.LocalWorld(1).run(worker)
-
-
 LEVELS = [tw.ALQ(bits=3), tw.AMQ(bits=3), tw.NUQSGD(bits=3), tw.QSGD(bits=2, norm="l2")]
 
 
