@@ -265,7 +265,7 @@ def _quantize() -> Iterator[Variant]:
 
 def _reduce() -> Iterator[Variant]:
     yield _launch("reduce.all_finite", 0, reduce.TILE, 4, reduce.all_finite, XS)
-    yield _launch("reduce.mark_nonfinite", 0, reduce.TILE, 4, reduce.mark_nonfinite, XS, XS[0], [1])
+    yield _launch("scatter.gather_marked: mark", 1, reduce.TILE, 4, scatter.gather_marked, XS, INDICES, COUNTS)
 
 
 def _scatter() -> Iterator[Variant]:

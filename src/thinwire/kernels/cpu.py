@@ -137,16 +137,6 @@ def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, f
     _native.sign_encode(_arrays(xs), out.numpy(), _arrays(residuals), fixed_scale)
 
 
-@reduce._mark_nonfinite.runs_on("cpu")
-def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
-    # If all is finite, as usual, one call finds it out.
-    if _native.all_finite(_arrays(xs)):
-        return
-    for x, kept in zip(xs, values.split(counts), strict=True):
-        if not _native.all_finite(_arrays([x])):
-            kept[:1] = torch.nan
-
-
 def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:
     return _arrays(b.gs), _arrays(b.us), _arrays(b.vs), _arrays(b.new_us), _arrays(b.new_vs)
 

@@ -9,9 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import debug
-from . import bits as bit
 from .backend import kernel
-from .checks import check_counts, counted, device_of, numels_of, segments
+from .checks import device_of, numels_of, segments
 from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
 
@@ -60,30 +59,6 @@ def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
     return norms
 
 
-def mark_nonfinite(xs: Sequence[Tensor], values: Tensor, counts: Sequence[int]) -> None:
-    """Make the first of each segment's values NaN if the segment holds an infinite or NaN element.
-
-    Args:
-        xs: segments of float32.
-        values: float32, flat: `counts[i]` values for segment i; changed.
-        counts: values per segment.
-
-    Raises:
-        ValueError: if there are not `sum(counts)` values.
-
-    Example:
-        >>> values = torch.ones(2)
-        >>> mark_nonfinite([torch.tensor([float("inf"), 0.0]), torch.zeros(3)], values, [1, 1])
-        >>> values
-        tensor([nan, 1.])
-    """
-    device = device_of(xs, values)
-    checked = segments("xs", xs, device)
-    check_counts(counts, numels_of(xs))
-    values = counted("values", values, counts, torch.float32, device)
-    _mark_nonfinite.on[device.type](checked, values, list(counts))
-
-
 def sum_payloads(
     decode_add: Callable[Concatenate[T, list[Tensor], float, P], None],
     payloads: Sequence[T],
@@ -120,13 +95,6 @@ def _chunk_norms(xs: list[Tensor], chunk: int, out: Tensor) -> None:
         parts = (x[:whole].view(-1, chunk), x[None, whole:])
         norms += [tree_sum(part.abs()) for part in parts if part.numel()]
     out.copy_(torch.cat(norms))
-
-
-@kernel
-def _mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
-    for x, kept in zip(xs, bit.split(values, counts), strict=True):
-        first = kept[:1]
-        first.copy_(torch.where(x.isfinite().all(), first, torch.full_like(first, torch.nan)))
 
 
 def finite(tensors: Sequence[Tensor]) -> Flag:

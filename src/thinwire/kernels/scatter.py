@@ -15,7 +15,7 @@ from . import bits as bit
 from .backend import kernel
 from .checks import check_counts, check_length, counted, counted_indices, device_of, numels_of, segments
 from .flags import Fault, Flag, demand
-from .reduce import all_finite, mark_nonfinite
+from .reduce import all_finite
 from .scales import float32
 
 
@@ -166,7 +166,8 @@ def _gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
 @kernel
 def _gather_marked(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     values = gather(xs, indices, counts)
-    mark_nonfinite(xs, values, counts)
+    for x, kept in zip(xs, bit.split(values, counts), strict=True):
+        kept[:1].masked_fill_(~x.isfinite().all(), torch.nan)
     return values
 
 

@@ -289,8 +289,8 @@ def test_random_indices_of_words_and_tiles(numel):
 def test_finite():
     def compute():
         xs, counts = SMALL + LARGE, [2, 0, 3, 0, 1, 1]
-        values = torch.ones(7, device=DEVICE)
-        kernels.reduce.mark_nonfinite(xs, values, counts)
+        indices = torch.arange(sum(counts), dtype=torch.int32, device=DEVICE) % 2
+        values = kernels.scatter.gather_marked(xs, indices, counts)
         elsewhere = torch.zeros(3, device="meta")  # no kernel may read it
         mixed = [[*xs, elsewhere], [elsewhere, *xs]]
         return [values, *(bool(kernels.all_finite(tensors)) for tensors in (xs, LARGE, [], *mixed))]

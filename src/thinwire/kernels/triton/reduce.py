@@ -11,7 +11,7 @@ from .. import reduce as family
 from ..checks import numels_of
 from ..flags import Flag, flag_of
 from .device import find_segment, is_finite, load_pointer, load_size
-from .launch import Launch, kept, launch_each, plan_launches, pointers, starts, tiles_of
+from .launch import Launch, kept, launch_each, plan_launches, pointers, tiles_of
 
 TILE = 4096
 
@@ -23,16 +23,12 @@ def all_finite(tensors: list[Tensor]) -> Flag:
     device = tensors[0].device
     flag = torch.ones((), dtype=torch.bool, device=device)
     # All segments share one place.
-    _find_nonfinite(tensors, flag, [0] * len(tensors), [1] * len(tensors))
+    mark_nonfinite(tensors, flag, [0] * len(tensors), [1] * len(tensors))
     return flag_of(flag)
 
 
-@family._mark_nonfinite.runs_on("triton")
-def mark_nonfinite(xs: list[Tensor], values: Tensor, counts: list[int]) -> None:
-    _find_nonfinite(xs, values, starts(counts)[:-1], counts)
-
-
-def _find_nonfinite(xs: list[Tensor], out: Tensor, at: list[int], counts: list[int]) -> None:
+def mark_nonfinite(xs: list[Tensor], out: Tensor, at: list[int], counts: list[int]) -> None:
+    """Store NaN, or False, at `out[at[i]]` if segment i holds an infinite or NaN element, unless `counts[i]` is 0."""
     launches = _plan(out.device, tuple(numels_of(xs)), pointers(xs), tuple(at), tuple(counts))
     launch_each(_mark, launches, out.device, out, len(xs), NAN=out.dtype == torch.float32, TILE=TILE)
 

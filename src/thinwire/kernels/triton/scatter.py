@@ -20,6 +20,7 @@ from ..flags import Fault, Flag, flag_of
 from .device import find_segment, magnitude
 from .faults import faults_of, raise_on_cpu
 from .launch import Launch, kept, launch, pointers, starts, tiles_of
+from .reduce import mark_nonfinite
 
 TILE = 1024
 OUTSIDE = tl.constexpr(int(Fault.OUTSIDE))
@@ -30,6 +31,13 @@ def gather(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
     # Zeros, because nothing is written for an index outside of its segment.
     values = torch.zeros(indices.numel(), dtype=torch.float32, device=indices.device)
     _start(xs, indices, values, counts, 0.0, "gather")
+    return values
+
+
+@family._gather_marked.runs_on("triton")
+def gather_marked(xs: list[Tensor], indices: Tensor, counts: list[int]) -> Tensor:
+    values = gather(xs, indices, counts)
+    mark_nonfinite(xs, values, starts(counts)[:-1], counts)
     return values
 
 
