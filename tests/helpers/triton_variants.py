@@ -37,11 +37,11 @@ from thinwire.kernels.triton import (
     words,
 )
 from thinwire.kernels.triton.block_sums import BUCKET_NUMEL, KINDS, PROGRAM_BLOCKS, block_sums, fold
+from thinwire.kernels.triton.buckets import MAX_BUCKET
 from thinwire.kernels.triton.fields import SCAN_BLOCK
 from thinwire.kernels.triton.histograms import GROUP, SAMPLE, WIDTH
 from thinwire.kernels.triton.histograms import TILE as COUNTED
 from thinwire.kernels.triton.ternary import TILE_WORDS
-from thinwire.kernels.triton.tiles import MAX_BUCKET
 
 TYPES = {torch.bool: "*i1", torch.uint8: "*u8", torch.int32: "*i32", torch.int64: "*i64"}
 TYPES |= {torch.float32: "*fp32", torch.float64: "*fp64"}

@@ -1,7 +1,7 @@
 """One encoder and one decoder for all codes of elements in buckets; a family gives the rule that rounds an element.
 
 A payload holds 0 to 2 float32 numbers for each bucket, such as its scale, and then a code for each element. A program
-serves a tile, whose rows are buckets where that fits; see `TileRows`. It then finds the scales itself.
+serves a tile, whose rows are buckets where that fits; see `Coding.tile`. It then finds the scales itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ from .device import (
 )
 from .launch import Launch, are_aligned, floats, kept, launch_each, plan_launches, pointers, starts, tiles_of
 from .payloads import WHOLE, launch_decoder, load_total, store_residual, store_total
-from .tiles import TileRows
+
+TILE = 2048  # elements of a tile, but for a bucket that is larger
+MAX_BUCKET = 8192  # a larger bucket is not held by one program
 
 
 @dataclass(frozen=True)
@@ -77,8 +79,17 @@ class Coding:
     keeps_sign: bool = False
 
     @property
-    def tiles(self) -> TileRows:
-        return TileRows.of_elements(self.bucket_size)
+    def has_bucket_rows(self) -> bool:
+        """Whether a row of a tile is a bucket, so that one scale serves it: not if its codes may share a byte with the next."""
+        return self.bucket_size % 8 == 0 and self.bucket_size <= MAX_BUCKET
+
+    @property
+    def tile(self) -> dict[str, int]:
+        """The constants of a tile, which is what one program serves; see `device.py`."""
+        if not self.has_bucket_rows:
+            return {"SIZE": TILE // 4, "WIDTH": TILE // 4, "ROWS": 4}
+        width = 1 << (self.bucket_size - 1).bit_length()
+        return {"SIZE": self.bucket_size, "WIDTH": width, "ROWS": max(1, TILE // width)}
 
     def encode(
         self, xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, keys: list[int] | None = None
@@ -86,7 +97,7 @@ class Coding:
         """Write the codes, the numbers if the encoder finds them, and the residuals."""
         device = out.device
         # A program that does not hold whole buckets cannot find their scales.
-        if self.norm and self.tiles.size != self.bucket_size:
+        if self.norm and not self.has_bucket_rows:
             store_scales(xs, out, self.bucket_size, self.norm, self.least, self.most)
         tables = None if keys is None else keys_on(keys, device), self._level_table(device)
         constants = self._encoder_constants(residuals is not None, are_aligned(out))
@@ -110,14 +121,14 @@ class Coding:
             "NUMBERS": self.numbers,
             "BITS": self.bits,
             "BUCKET": self.bucket_size,
-            **self.tiles.constants,
+            **self.tile,
         }
 
     def _encoder_constants(self, residual: bool, aligned: bool) -> dict[str, Any]:
         return {
             **self._constants(),
             "RULE": self.encode_rule,
-            "NORM": self.norm if self.tiles.size == self.bucket_size else "",
+            "NORM": self.norm if self.has_bucket_rows else "",
             "LEAST": self.least,
             "MOST": self.most,
             "RESIDUAL": residual,
@@ -140,7 +151,8 @@ def _plan(
     code_bytes = [(n * coding.bits + 7) // 8 for n in numels]
     first_code = starts(code_bytes, 4 * coding.numbers * sum(num_buckets))
     rows = [addresses, residuals, numels, starts(num_buckets)[:-1], first_code[:-1]]
-    tiles = tiles_of(numels, coding.tiles.numel)
+    tile = coding.tile
+    tiles = tiles_of(numels, tile["SIZE"] * tile["ROWS"])
     return plan_launches(device, rows, tiles, numels, addresses, residuals, codes=first_code[:-1])
 
 
