@@ -318,16 +318,6 @@ def test_scatter_reduce_of_an_unbiased_codec_is_unbiased():
 # ---- scales, infinities, checkpoints ----
 
 
-@every_exchange
-@pytest.mark.parametrize("memory", [True, False])
-def test_a_loss_scale_changes_nothing(exchange, size, nodes, memory):
-    averager = mean_of(suited(QUANTIZED, exchange), exchange, nodes, memory)
-    plain, scaled = (tw.LocalWorld(size).run(run_steps, averager, 3, s) for s in (1.0, 1024.0))
-    for (a, state_a), (b, state_b) in zip(plain, scaled, strict=True):
-        assert_equal(a, b)
-        assert_equal(memories(state_a), memories(state_b))
-
-
 @pytest.mark.parametrize(
     "codec", [tw.Threshold(1.5), tw.chain(tw.Threshold(1.5), tw.QSGD(bits=4)), tw.RandomK(0.5)], ids=repr
 )
@@ -458,46 +448,6 @@ def test_hierarchical_sends_what_its_formula_says(codec, size, nodes):
         expected = 4 * (n + dense) if rank % nodes else (num_nodes - 1) * m + (nodes - 1) * down
         assert ledger.bytes_sent == expected
         assert set(ledger.collectives) <= {"exchange", "all_to_all"}
-
-
-EVEN = {"a": (24, 48), "b": (48, 8), "bias": (48,)}
-
-
-@pytest.mark.parametrize("exchange", [e for e in EXCHANGES if e not in SPARSE_EXCHANGES])
-@pytest.mark.parametrize("size", [2, 3, 4, 8])
-def test_the_table_of_costs_holds(exchange, size):
-    """Where W divides every tensor the table is exact: for a cast, and with the scales of every shard for QSGD."""
-    for codec in (tw.Cast(), tw.QSGD(bits=4, bucket_size=16)):
-        if exchange == "all_reduce" and not codec.traits.summable:
-            continue
-        averager = tw.Mean(codec, exchange=exchange, workers_per_node=1 if exchange == "hierarchical" else None)
-        load = Load(codec, (torch.Size([24, 48]), torch.Size([48, 8])), 48, size)
-        for ledger in tw.LocalWorld(size).run(bytes_of_a_step, averager, EVEN):
-            assert ledger.bytes_sent == EXCHANGES[exchange].cost(load)
-            # Payload and dense vectors are all-reduces of their own.
-            messages_a_step = (size - 1) * (2 if exchange == "all_reduce" else 1)
-            assert ledger.messages == EXCHANGES[exchange].steps(size, 1) * messages_a_step
-
-
-@pytest.mark.parametrize(("size", "nodes"), [(4, 2), (8, 2), (8, 4)])
-def test_costs_are_the_bytes_that_leave_a_node(size, nodes):
-    """Counted message by message, from the definition of each exchange, for a message of m bytes."""
-    m = 1000 * size
-
-    def leaving(pairs):
-        return sum(n for (a, b), n in pairs.items() if a // nodes == 0 and b // nodes > 0)
-
-    everyone = [(a, b) for a in range(size) for b in range(size) if a != b]
-    leaders = {(a, b): m for a, b in everyone if a % nodes == 0 and b % nodes == 0}
-    # A worker sends shards of its part to those of its place in other nodes, and gets their sums.
-    in_place = {(a, b): 2 * m / size for a, b in everyone if a % nodes == b % nodes}
-    assert EXCHANGES["all_reduce"].num_bytes(size, nodes, m) == leaving(in_place)
-    assert EXCHANGES["all_gather"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, m))
-    assert EXCHANGES["scatter_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
-    assert EXCHANGES["sparse_reduce"].num_bytes(size, nodes, m) == leaving(dict.fromkeys(everyone, 2 * m / size))
-    assert EXCHANGES["hierarchical"].num_bytes(size, nodes, m) == leaving(leaders)
-    sparse = leaving(dict.fromkeys(leaders, 2 * m / (size // nodes)))
-    assert EXCHANGES["hierarchical_sparse"].num_bytes(size, nodes, m) == sparse
 
 
 # ---- messages ----
