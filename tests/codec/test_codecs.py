@@ -161,13 +161,6 @@ def test_cast_rounds_as_pytorch_does():
         assert bits_equal(codec.decode(codec.encode(x), 1000), x.to(dtype).float())
 
 
-@pytest.mark.parametrize("codec", [tw.codec.Identity(), tw.Cast(), tw.Cast("float16")], ids=repr)
-def test_summable_payloads_add_on_the_wire(codec):
-    a, b = torch.tensor([1.0, 2.0, -4.0]), torch.tensor([0.5, 8.0, 4.0])
-    total = codec.encode(a).view(codec.traits.sum_dtype) + codec.encode(b).view(codec.traits.sum_dtype)
-    assert torch.equal(codec.decode(total.view(torch.uint8), 3), a + b)
-
-
 @pytest.mark.parametrize(
     "build, message",
     [

@@ -167,9 +167,8 @@ def test_amq_finds_the_best_multiplier(dist):
     assert psi(dist, exponential_levels(3, p)) <= grid * (1 + 1e-4)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_alq_beats_amq_beats_fixed_levels_on_gradients(seed):
-    generator = torch.Generator().manual_seed(seed)
+def test_alq_beats_amq_beats_fixed_levels_on_gradients():
+    generator = torch.Generator().manual_seed(0)
     scales = torch.rand(64, 1, generator=generator).exp()
     gradient = torch.randn(64, 256, generator=generator) * scales * torch.rand(64, 256, generator=generator)
     for norm in ("l2", "max"):

@@ -25,33 +25,6 @@ LEVELS = [
 ]
 
 
-@st.composite
-def coded_levels(draw):
-    """Level sets of every size, dense and uneven ones among them."""
-    if draw(st.booleans()):
-        return draw(st.sampled_from(LEVELS))
-    numbers = st.floats(-1, 1, width=32, allow_subnormal=False).map(lambda x: x + 0.0)
-    return tuple(sorted(draw(st.sets(numbers, min_size=2, max_size=draw(st.sampled_from([2, 5, 16, 17, 256]))))))
-
-
-@settings(max_examples=75)
-@given(segments(), coded_levels(), st.data())
-def test_levels_backends_agree(xs, levels, data):
-    bucket_size = data.draw(st.sampled_from([1, 3, 100, 512, 5000]))
-    norm = data.draw(st.sampled_from(["max", "l2"]))
-    keys = [data.draw(st.integers(0, 2**64 - 1)) for _ in xs]
-
-    def compute():
-        work, outs = clones(xs), clones(xs)
-        record = kernels.levels.Levels(levels, bucket_size, norm)
-        payload = torch.empty(record.nbytes([x.numel() for x in xs]), dtype=torch.uint8)
-        kernels.levels.encode(work, payload, keys, record, work)
-        kernels.levels.decode_add(payload, outs, -1 / 3, record)
-        return [payload, *work, *outs]
-
-    assert_backends_agree(compute)
-
-
 LARGEST = torch.finfo(torch.float32).max
 
 

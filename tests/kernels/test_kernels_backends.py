@@ -81,9 +81,9 @@ def test_a_quantizer_for_each_segment(xs, data):
 
 
 def level_sets(data):
-    """Levels that are near each other, far apart, powers of two, or evenly spaced; of any number."""
+    """Levels that are near each other, far apart, powers of two, evenly spaced, or inside of the scale; of any number."""
     count = data.draw(st.integers(2, 256))
-    kind = data.draw(st.sampled_from(["any", "powers", "even", "close"]))
+    kind = data.draw(st.sampled_from(["any", "powers", "even", "close", "inside"]))
     if kind == "powers":
         return tw.NUQSGD(bits=data.draw(st.integers(2, 8)), zero=data.draw(st.booleans())).level_values
     if kind == "even":
@@ -91,10 +91,11 @@ def level_sets(data):
     found = torch.rand(count, generator=torch.Generator().manual_seed(data.draw(st.integers(0, 99)))) * 2 - 1
     if kind == "close":
         found = found.sign() * 2.0 ** (-100 * found.abs())
-    return sorted({-1.0, 1.0, *found.tolist()})[-256:]
+    ends = set() if kind == "inside" else {-1.0, 1.0}  # elements beyond the outer levels get these
+    return sorted({*ends, *found.tolist()})[-256:]
 
 
-@settings(max_examples=50)
+@settings(max_examples=75)
 @given(segments(), st.data())
 def test_levels(xs, data):
     levels = Levels(
