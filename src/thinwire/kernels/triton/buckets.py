@@ -100,14 +100,23 @@ class Coding:
         if self.norm and not self.has_bucket_rows:
             store_scales(xs, out, self.bucket_size, self.norm, self.least, self.most)
         tables = None if keys is None else keys_on(keys, device), self._level_table(device)
-        constants = self._encoder_constants(residuals is not None, are_aligned(out))
+        constants = {
+            **self._constants(),
+            "RULE": self.encode_rule,
+            "NORM": self.norm if self.has_bucket_rows else "",
+            "LEAST": self.least,
+            "MOST": self.most,
+            "RESIDUAL": residuals is not None,
+            "ALIGNED": are_aligned(out),
+        }
         launch_each(_encode, self._launches(xs, residuals, device), device, *tables, out, len(xs), **constants)
 
     def decode(self, payloads: list[Tensor], outs: list[Tensor], weight: float, add: bool) -> Flag:
         """Add one payload to `outs`, or overwrite them with the sum of several; returns whether the sum is finite."""
         device = payloads[0].device
         launches, levels = self._launches(outs, None, device), self._level_table(device)
-        return launch_decoder(_decode, launches, payloads, outs, weight, add, self._decoder_constants(), levels)
+        constants = {**self._constants(), "RULE": self.decode_rule, "KEEPS_SIGN": self.keeps_sign}
+        return launch_decoder(_decode, launches, payloads, outs, weight, add, constants, levels)
 
     def _launches(self, xs: list[Tensor], residuals: list[Tensor] | None, device: torch.device) -> list[Launch]:
         return _plan(device, self, tuple(numels_of(xs)), pointers(xs), pointers(residuals, len(xs)))
@@ -123,20 +132,6 @@ class Coding:
             "BUCKET": self.bucket_size,
             **self.tile,
         }
-
-    def _encoder_constants(self, residual: bool, aligned: bool) -> dict[str, Any]:
-        return {
-            **self._constants(),
-            "RULE": self.encode_rule,
-            "NORM": self.norm if self.has_bucket_rows else "",
-            "LEAST": self.least,
-            "MOST": self.most,
-            "RESIDUAL": residual,
-            "ALIGNED": aligned,
-        }
-
-    def _decoder_constants(self) -> dict[str, Any]:
-        return {**self._constants(), "RULE": self.decode_rule, "KEEPS_SIGN": self.keeps_sign}
 
 
 @kept
