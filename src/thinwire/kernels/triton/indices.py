@@ -16,12 +16,11 @@ from torch import Tensor
 
 from ...streams import uploaded
 from .. import indices as family
-from ..flags import Fault
+from ..flags import Fault, fault_counters
 from ..indices import code_bits, low_bits, nbytes
 from .device import find_segment
-from .faults import faults_of, raise_on_cpu
 from .fields import SCAN_BLOCK, load_field, scan
-from .launch import Launch, kept, launch, starts, tiles_of
+from .launch import Launch, kept, launch, raise_at_once, starts, tiles_of
 
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
@@ -30,10 +29,10 @@ CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(F
 @family._encode.runs_on("triton")
 def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -> None:
     plan = _plan_encoder(out.device, tuple(counts), tuple(numels))
-    faults = faults_of(out.device)
+    faults = fault_counters(out.device)
     steps = max(counts, default=0).bit_length()
     launch(_encode, plan.num_tiles, out.device, plan.rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
-    raise_on_cpu(faults)
+    raise_at_once(faults)
 
 
 @family._decode.runs_on("triton")
@@ -44,12 +43,12 @@ def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     indices = torch.zeros(sum(counts), dtype=torch.int32, device=device)
     before = torch.empty(plan.num_tiles, dtype=torch.int32, device=device)
     totals = torch.empty(len(counts), dtype=torch.int32, device=device)
-    faults = faults_of(device)
+    faults = fault_counters(device)
     launch(_count_ones, plan.num_tiles, device, plan.rows, payload, before, len(counts), BYTES=BYTES)
     launch(scan, len(counts), device, first, before, totals, len(counts), ROWS=1, BLOCK=SCAN_BLOCK)
     arguments = (plan.rows, payload, before, totals, indices, faults, len(counts))
     launch(_decode, plan.num_tiles, device, *arguments, BYTES=BYTES)
-    raise_on_cpu(faults)
+    raise_at_once(faults)
     return indices
 
 

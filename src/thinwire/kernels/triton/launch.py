@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ...streams import current_stream, uploaded
+from .. import flags
 
 T = TypeVar("T")
 
@@ -57,6 +58,12 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
     if num_programs:
         with _LAUNCHING, torch.cuda.device(device if device.type == "cuda" else -1):  # -1 changes nothing
             function[(num_programs,)](*arguments, **constants, **OPTIONS)
+
+
+def raise_at_once(faults: Tensor) -> None:
+    """Raise the faults that an interpreted kernel has counted, as any kernel for tensors in main memory does."""
+    if flags.in_main_memory(faults.device):
+        flags.raise_counted(faults, faults.tolist())
 
 
 def kept(make: Callable[..., T]) -> Callable[..., T]:

@@ -16,10 +16,9 @@ from torch import Tensor
 
 from .. import scatter as family
 from ..checks import numels_of
-from ..flags import Fault, Flag, flag_of
+from ..flags import Fault, Flag, fault_counters, flag_of
 from .device import find_segment, magnitude
-from .faults import faults_of, raise_on_cpu
-from .launch import Launch, kept, launch, pointers, starts, tiles_of
+from .launch import Launch, kept, launch, pointers, raise_at_once, starts, tiles_of
 from .reduce import mark_nonfinite
 
 TILE = 1024
@@ -81,10 +80,10 @@ def _start(
 ) -> None:
     device = indices.device
     plan = _plan(device, tuple(numels_of(outs)), pointers(outs), tuple(counts))
-    faults = faults_of(device)
+    faults = fault_counters(device)
     arguments = (plan.rows, indices, values, faults, flag, len(outs), weight)
     launch(_scatter, plan.num_tiles, device, *arguments, ACTION=action, TILE=TILE)
-    raise_on_cpu(faults)
+    raise_at_once(faults)
 
 
 @kept
