@@ -83,9 +83,8 @@ def test_nothing_moves_once_workers_agree(averager):
         torch.testing.assert_close(z, starts(4, lambda rank: start(0)), rtol=0, atol=1e-6)
 
 
-@every_averager
-def test_workers_that_differ_fail_together(averager):
-    other = tw.Mix(tw.Complete())
+def test_workers_that_differ_fail_together():
+    averager, other = tw.Mix(), tw.Mix(tw.Complete())
 
     def worker(comm):
         with pytest.raises(ValueError, match=r"averager.*Mix\(Complete\(\)\).*rank 2"):

@@ -27,8 +27,8 @@ def assert_same(a, b):
     assert a and a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def send(memory, state, codec, gradient, step=0, scale=1.0):
-    x = memory.compensate(state, "w", gradient, scale)
+def send(memory, state, codec, gradient, step=0):
+    x = memory.compensate(state, "w", gradient)
     payload = codec.encode(x, tw.codec.Key(step=step), x)
     return codec.decode(payload, gradient.numel())
 
@@ -81,21 +81,6 @@ def test_discard_leaves_memory_as_it_was(memory):
     send(memory, state, codec, torch.ones(100))
     memory.commit(state)
     assert all(torch.isfinite(value).all() for value in leaves(state.state_dict()).values())
-
-
-@every_memory
-def test_memory_is_kept_in_unscaled_units(memory):
-    """The same gradients under changing loss scales give the same memory and send the same values."""
-    codec = tw.TopK(0.1)
-    plain, scaled = (memory.init([("w", torch.zeros(100))]) for _ in range(2))
-    generator = torch.Generator().manual_seed(3)
-    for scale in (1.0, 1024.0, 2.0, 65536.0):
-        gradient = torch.randn(100, generator=generator)
-        a = send(memory, plain, codec, gradient)
-        b = send(memory, scaled, codec, gradient * scale, scale=scale)
-        assert torch.equal(a, b)
-        memory.commit(plain), memory.commit(scaled)
-    assert_same(plain.state_dict(), scaled.state_dict())
 
 
 @every_memory

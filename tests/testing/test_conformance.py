@@ -63,7 +63,9 @@ def test_codecs_keep_the_contract_where_kernels_count_faults(codec, monkeypatch)
     [
         tw.ErrorFeedback(),
         tw.memory.EF21(),
-        tw.MomentumCorrection(masking=False),
+        tw.memory.DIANA(),
+        tw.MomentumCorrection(),
+        tw.MomentumCorrection(0.5, nesterov=True, masking=False),
         tw.memory.LocalMomentum(),
         tw.memory.SignDescent(),
     ],
