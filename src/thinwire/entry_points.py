@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -11,6 +12,8 @@ from .algorithm import require
 from .messages import error_place, error_text
 
 T = TypeVar("T")
+
+log = logging.getLogger("thinwire")
 
 
 @cache
@@ -34,3 +37,14 @@ def load(entry: importlib.metadata.EntryPoint, check: Callable[[Any], T]) -> T:
         raise ValueError(
             f"the entry point {entry.name} = {entry.value!r} cannot be used: {error_text(error)}{error_place(error)}"
         ) from error
+
+
+def usable(names: Iterable[str], find: Callable[[str], T]) -> dict[str, T]:
+    """What `find` returns for each name. An entry point that cannot be loaded is left out, with a warning that says why."""
+    found: dict[str, T] = {}
+    for name in names:
+        try:
+            found[name] = find(name)
+        except ValueError as error:
+            log.warning(error)
+    return found

@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 
 from . import average, codec, memory, schedule, strategy, topology
 from .algorithm import Algorithm, require
-from .entry_points import declared, load
+from .entry_points import declared, load, usable
 from .messages import log
 from .suggestion import suggestion
 
@@ -76,8 +76,8 @@ def register(cls: _T) -> _T:
 
 
 def vocabulary() -> dict[str, Callable[..., Any]]:
-    """The names that `parse` understands, and the constructor of each; loads all entry points."""
-    return {name: _builder(name) for name in known_names()}
+    """The names that `parse` understands, and the constructor of each; loads all entry points that can be used."""
+    return usable(known_names(), _builder)
 
 
 def known_names() -> set[str]:

@@ -27,12 +27,13 @@ def list_command(options: list[str]) -> None:
     for kind in options:
         named(dict.fromkeys(KINDS), kind, "kind", "thinwire list --help")
     from ...average.mean.exchange import find_exchange, known_words
+    from ...entry_points import usable
     from ...notation import vocabulary
 
     of_kind: dict[str, dict[str, Any]] = {kind: {} for kind in KINDS}
     for name, build in vocabulary().items():
         of_kind[_kind(build)][name] = build
-    of_kind["exchanges"] = {word: find_exchange(word) for word in known_words()}  # named as in exchange="star"
+    of_kind["exchanges"] = usable(known_words(), find_exchange)  # named as in exchange="star"
     width = max(len(name) for names in of_kind.values() for name in names)
     for kind in options or KINDS:
         print(f"{kind}:")
