@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from thinwire.lab.cli import main
+from thinwire.lab.console import table_console
 from thinwire.lab.output import WhileOpen
 from thinwire.lab.sweep import show
 from thinwire.lab.sweep.status import Status
@@ -62,6 +63,14 @@ def test_a_sweep_outlives_its_stdout(opened, monkeypatch):
     with opened() as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
         show.print_ended([type("Run", (), {"folder": Path("a")})])
+
+
+def test_a_table_without_a_reader_leaves_the_exit_code_to_the_command(monkeypatch):
+    """It was 1, as of a worker that failed, and not 141."""
+    with pytest.raises(BrokenPipeError), closed_pipe() as stdout:  # closing it fails too
+        monkeypatch.setattr(sys, "stdout", stdout)
+        table_console().print("seconds")
+        pytest.fail("it was printed")
 
 
 def test_output_in_a_locale_without_a_character_has_a_question_mark(monkeypatch):

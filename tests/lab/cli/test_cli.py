@@ -11,6 +11,7 @@ import shutil
 import signal
 import socket
 import urllib.request
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,8 @@ from helpers.command import TORCHRUN, python, started, thinwire
 from helpers.program import below, wait_until, workers_of
 
 import thinwire as tw
+from thinwire import notation
+from thinwire.average.mean import exchange
 from thinwire.average.mean.exchange import EXCHANGES, known_words
 from thinwire.average.mean.exchange.all_gather import AllGather
 from thinwire.lab.cli import main
@@ -51,6 +54,16 @@ def finished(tmp_path_factory) -> Path:
     assert done.stderr == ""
     (cwd / "printed").write_text(done.stdout)
     return cwd
+
+
+def test_a_run_has_finished_though_nobody_reads_its_table(finished, monkeypatch):
+    """As in `thinwire train ... | head -1`: its exit code was 1, as of a worker that failed."""
+    monkeypatch.setattr("thinwire.lab.cli.train.trained", lambda *_: finished / "runs" / "first")
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as stdout:
+        monkeypatch.setattr("sys.stdout", stdout)
+        assert main(["train", "digits"]) == 0
 
 
 def test_a_checkpoint_is_evaluated(finished, capsys, monkeypatch):
@@ -237,6 +250,21 @@ def test_the_list_has_exchanges_of_ones_own(capsys, monkeypatch):
     assert main(["list", "exchanges"]) == 0
     listed = [line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:]]
     assert ["star", "By way of rank 0."] in listed and {word for word, _ in listed} == {*known_words()}
+
+
+def test_the_list_leaves_out_what_cannot_be_loaded_and_says_why(capsys, caplog, monkeypatch):
+    """One broken package was an error instead of the list."""
+    words = {"thinwire.algorithms": "Broken", "thinwire.exchanges": "broken"}
+    made = {group: EntryPoint(word, "no_such_module:It", group) for group, word in words.items()}
+    for module in (notation, exchange.words):
+        monkeypatch.setattr(module, "declared", lambda group: {words[group]: made[group]})
+    assert main(["list"]) == 0
+    printed = capsys.readouterr().out
+    assert "  TopK " in printed and "  all_gather " in printed and "roken" not in printed
+    assert [record.getMessage() for record in caplog.records] == [
+        f"the entry point {word} = 'no_such_module:It' cannot be used: ModuleNotFoundError: No module named 'no_such_module'"
+        for word in words.values()
+    ]
 
 
 def test_a_port_in_use(tmp_path, monkeypatch, capsys):

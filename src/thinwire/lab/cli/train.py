@@ -32,6 +32,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -52,6 +53,7 @@ def train_command(options: list[str]) -> None:
     if recipe in ("-h", "--help"):
         show_help(__doc__)
         return
+    from ..output import WhileOpen
     from ..overrides import overridden
     from ..recipes import recipes, tasks
     from ..report import read_run, summary_table
@@ -95,8 +97,9 @@ def train_command(options: list[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
         run = read_run(folder)
         workers = run.summary.get("workers", config.workers)
-        show(summary_table([run], f"{config.recipe}, {workers} worker{'s' * (workers != 1)}, seed {config.seed}"))
-        print(f"  {folder}")
+        with redirect_stdout(WhileOpen().as_text):  # the run has finished, also if nobody reads this
+            show(summary_table([run], f"{config.recipe}, {workers} worker{'s' * (workers != 1)}, seed {config.seed}"))
+            print(f"  {folder}")
 
 
 def _taken(options: list[str], own: Mapping[str, str]) -> tuple[dict[str, list[str]], list[str]]:
