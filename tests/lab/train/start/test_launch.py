@@ -424,6 +424,13 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
             pass
 
 
+@pytest.mark.parametrize(("size", "whom"), [(1, "its own store"), (2, "worker 1"), (3, "the other 2 workers")])
+def test_worker_0_waits_for_nobody_that_there_is_not(size, whom):
+    """Alone, it waited for worker 1."""
+    said = connect.awaited(Environment("srun", 0, size, 0, 1, "node9", 29500), None)
+    assert said == f"worker 0 waits for {whom} at node9:29500, for at most 120 seconds"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_meeting_place_whose_name_does_not_resolve_is_said_at_once(rank, monkeypatch, caplog):
     """Worker 0 printed the stack of C++ for minutes, and the others waited for it without a word of the name."""

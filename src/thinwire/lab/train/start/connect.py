@@ -149,7 +149,7 @@ def warn_if_open(credentials: Credentials | None, is_first: bool) -> None:
 
 def awaited(environment: Environment, credentials: Credentials | None) -> str:
     """What a worker waits for at the start of a run, in words."""
-    others = f"the other {environment.size - 1} workers" if environment.size > 2 else "worker 1"
+    others = {1: "its own store", 2: "worker 1"}.get(environment.size, f"the other {environment.size - 1} workers")
     whom = "worker 0" if environment.rank else others
     place = address_text(*_meeting_place(environment, credentials))
     return f"worker {environment.rank} waits for {whom} at {place}, for at most {SECONDS:g} seconds"
