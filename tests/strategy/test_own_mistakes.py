@@ -66,6 +66,9 @@ class OddBytes(OwnCast):
         payload = super().encode_segments(segments, keys, residuals)
         return torch.cat([payload, payload.new_zeros(3)])
 
+    def segments_nbytes(self, numels):
+        return super().segments_nbytes(numels) + 3
+
 
 class OwnFeedback(tw.memory.Memory):
     """Error feedback of one's own."""
