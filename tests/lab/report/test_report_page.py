@@ -21,6 +21,7 @@ from helpers.report_runs import write_run
 
 from thinwire import __version__
 from thinwire.lab.cli import main
+from thinwire.lab.files import read_json
 from thinwire.lab.report import write, write_report
 from thinwire.lab.report.bar_figures import by_workers, iteration_time, speed, step_time
 from thinwire.lab.report.captioned_figures import captioned_figures
@@ -210,6 +211,33 @@ def test_a_loss_that_diverged_ends_its_line(tmp_path):
     (loss,) = [d for d in captioned_figures(grouped(found.runs), None, {}) if d.name == "loss"]
     (line,) = [line for line in loss.figure.axes[0].lines if len(line.get_xdata()) > 1]
     assert list(line.get_xdata()) == [1, 2]
+
+
+def test_runs_that_this_user_may_not_read_are_problems_of_the_report(tmp_path, monkeypatch, capsys):
+    """One that could not be listed was left out without a word, and one that could only be listed was a traceback."""
+    for name in ("listed", "locked", "open"):
+        write_run(tmp_path / name)
+
+    def denying(real, *names):
+        def call(path, *arguments, **options):
+            if {*names} & {*Path(path).parts}:
+                raise PermissionError(13, "Permission denied", str(path))
+            return real(path, *arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(os, "scandir", denying(os.scandir, "locked"))
+    monkeypatch.setattr(os, "stat", denying(os.stat, "listed"))
+    monkeypatch.setattr("thinwire.lab.report.runs.read_json", denying(read_json, "listed"))
+    found = find([tmp_path])
+    assert [run.folder.name for run in found.runs] == ["open"]
+    for path in (tmp_path / "locked", tmp_path / "listed" / "config.json"):
+        assert (path, "cannot be read (Permission denied); left out") in found.problems
+    # Named itself, it is one line.
+    assert main(["watch", str(tmp_path / "listed"), "--once"]) == 2
+    assert capsys.readouterr().err == (
+        f"thinwire: cannot use {tmp_path / 'listed' / 'config.json'}: Permission denied; give another, or ask its owner\n"
+    )
 
 
 def keep_only(run: Path, *keys: str) -> None:

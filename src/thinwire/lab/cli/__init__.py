@@ -82,6 +82,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return fail(f"cannot use {error.filename}: {error.strerror}; give another, or ask its owner", 2)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             try:
                 sys.stdout.flush()

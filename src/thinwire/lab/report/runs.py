@@ -96,12 +96,15 @@ def find(paths: Sequence[Path]) -> Found:
         if path.is_file():
             _add_consensus(path, found)
             continue
-        folders = sorted(_run_folders(path))
+        folders = sorted(_run_folders(path, found))
         for folder in folders:
             # Paths may overlap, or lead through links to the same folder.
             if (real := folder.resolve()) not in seen:
                 seen.add(real)
-                _add_run(folder, found)
+                try:
+                    _add_run(folder, found)
+                except PermissionError as error:
+                    found.problems.append(_denied(error))
         if not folders:
             found.problems.append(Problem(path, "holds no run" if path.is_dir() else "does not exist"))
     if not found.runs and not found.consensus:
@@ -110,9 +113,17 @@ def find(paths: Sequence[Path]) -> Found:
     return found
 
 
-def _run_folders(path: Path) -> Iterator[Path]:
+def _denied(error: PermissionError) -> Problem:
+    return Problem(Path(error.filename), f"cannot be read ({error.strerror}); left out")
+
+
+def _run_folders(path: Path, found: Found) -> Iterator[Path]:
+    def note(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            found.problems.append(_denied(error))
+
     seen = set[str]()
-    for folder, below, files in os.walk(path, followlinks=True):
+    for folder, below, files in os.walk(path, onerror=note, followlinks=True):
         is_run, real = bool(set(FILES) & set(files)), os.path.realpath(folder)
         if is_run:
             yield Path(folder)
