@@ -121,6 +121,19 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_checkpoint_that_filled_the_disk_is_removed(tmp_path):
+    """Its parts stayed there until a later run saved a newer one, for which they left no space."""
+    folder = tmp_path / "runs" / "full"
+    (folder / "checkpoints" / ".step-000002").mkdir(parents=True)
+    (folder / "checkpoints" / ".step-000002" / "shared.pt").symlink_to("/dev/full")
+    options = ("--workers", "1", "--max-steps", "4", "--checkpoint-every", "2", "--name", "full", "--resume")
+    write_json(folder / "config.json", RunConfig("digits").as_dict())
+    done = thinwire("train", "digits", *options, cwd=tmp_path)
+    assert done.returncode == 1 and "No space left on device: '" in done.stderr
+    assert list((folder / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_checkpoint_on_a_full_disk_names_its_file(tmp_path):
     (tmp_path / "worker-0.pt").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '.*worker-0.pt'") as raised:

@@ -176,12 +176,17 @@ def tidy(folder: Path, step: int, config: RunConfig, metric: str, lower_is_bette
         # In one step: a reader always finds a link.
         os.replace(link, folder / "best")
     kept = {best, *found[-config.keep :]}
-    begun = [path for path in folder.glob(".step-*") if (at := _step_of(path)) is not None and at < step]
-    for path in (*begun, *folder.glob(".old-*")):  # of a run that was killed while it saved or removed one
-        shutil.rmtree(path)
+    remove_unfinished(folder, step)
     for path in found:
         if path not in kept:
             shutil.rmtree(_hidden(path))
+
+
+def remove_unfinished(folder: Path, before: float = math.inf) -> None:
+    """Remove what is left of a run that ended while it saved or removed a checkpoint; of those begun, before this step."""
+    begun = [path for path in folder.glob(".step-*") if (at := _step_of(path)) is not None and at < before]
+    for path in (*begun, *folder.glob(".old-*")):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _hidden(path: Path) -> Path:

@@ -21,6 +21,7 @@ from ....comm.process_world import require_may_start
 from ....comm.tcp.endpoint import require_engine
 from ..config import RunConfig
 from ..device import choose_device
+from ..folder.checkpoint import remove_unfinished
 from ..folder.run_folder import finished_run, folder_of, held_by_first, held_folder, is_finished_on_all
 from ..results.callbacks import Callback, EachStep
 from ..results.trackers import check_installed
@@ -129,6 +130,8 @@ def _spawn(config: RunConfig, on_stop: OnStop, callbacks: Sequence[Callback], on
         except Interrupted as stop:
             on_stop(stop)
             raise
+        finally:
+            remove_unfinished(folder / "checkpoints")  # all workers have ended
     return folder
 
 
