@@ -219,8 +219,9 @@ def test_a_worker_that_leaves_early_with_code_0_is_named(workers, tmp_path):
 
 
 def test_the_first_report_counts_and_needs_no_file(workers, tmp_path, monkeypatch):
-    store, times = dist.HashStore(), iter((1, 2))
-    monkeypatch.setattr("thinwire.lab.train.start.worker.time", SimpleNamespace(time_ns=lambda: next(times)))
+    store, times, jumping = dist.HashStore(), iter((1, 2)), iter((2, 1))  # somebody sets the clock between the two
+    clock = SimpleNamespace(monotonic_ns=lambda: next(times), time_ns=lambda: next(jumping))
+    monkeypatch.setattr("thinwire.lab.train.start.worker.time", clock)
     full = OSError(28, "No space left on device", "runs/a/metrics.jsonl")
     report_failure(store, tmp_path / "gone", 2, full)
     report_failure(store, tmp_path, 0, RuntimeError("connection closed by peer"))

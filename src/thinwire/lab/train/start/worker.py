@@ -97,7 +97,7 @@ def work(
 def report_failure(store: Store | None, folder: Path, number: int, error: Exception) -> None:
     """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
     # The time tells the launcher who failed first.
-    came, line = time.time_ns(), failure(number, error)
+    came, line = time.monotonic_ns(), failure(number, error)
     path = folder / f"worker-{number}-error.txt"
     with contextlib.suppress(OSError):
         path.write_text(f"{line}\n\n{traceback.format_exc()}", encoding="utf-8")
