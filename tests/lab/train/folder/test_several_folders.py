@@ -67,7 +67,7 @@ def test_a_run_is_finished_where_it_is_so_in_all_folders(tmp_path):
             (tmp_path / machine / "mine" / name).write_text("{}")
     assert LocalWorld(2).run(worker) == [True, True]
     (tmp_path / "b" / "mine" / "config.json").unlink()
-    with pytest.raises(SharedError, match="worker 1: '.*/b/mine' is not a run"):
+    with pytest.raises(SharedError, match="worker 1: '.*/b/mine' is not a run: config.json is missing; restore"):
         LocalWorld(2).run(worker)
 
 

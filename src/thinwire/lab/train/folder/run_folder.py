@@ -202,7 +202,8 @@ def check_same_run(config: RunConfig, folder: Path) -> None:
         ValueError: a field differs, or the folder is no run.
     """
     is_run = (folder / "config.json").is_file() or _is_empty(folder)
-    require(is_run, f"{str(folder)!r} is not a run; choose another --name")
+    missing = f"{str(folder)!r} is not a run: config.json is missing"
+    require(is_run, f"{missing}; restore the file, remove the folder, or choose another --name")
     if (folder / "metrics.jsonl").exists():
         check_same(config, load_json_object(folder / "config.json"), folder)
     described = last_described(folder / "checkpoints")
