@@ -73,6 +73,19 @@ def test_a_table_without_a_reader_leaves_the_exit_code_to_the_command(monkeypatc
         pytest.fail("it was printed")
 
 
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_square_brackets_in_the_name_of_a_run_are_shown(is_terminal, monkeypatch):
+    """They were taken for the markup of a colour: "mean[v2]" was "mean"."""
+    written = io.StringIO()
+    written.isatty = lambda: is_terminal
+    monkeypatch.setattr(sys, "stdout", written)
+    monkeypatch.setenv("TERM", "xterm")
+    shown = Terminal("mean[v2]", 40)
+    shown.row(ROW)
+    shown.close()
+    assert "mean[v2]" in written.getvalue()
+
+
 def test_output_in_a_locale_without_a_character_has_a_question_mark(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))

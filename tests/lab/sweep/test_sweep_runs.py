@@ -241,10 +241,10 @@ def rows_of(planned) -> list[dict]:
 
 
 def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_path, monkeypatch):
-    # That the data are not there is found out by the workers.
+    # That the data are not there is found out by the workers. The path's brackets must not be read as a colour's markup.
     grid = """
         recipe = "digits"
-        output = "runs"
+        output = "runs[a]"
         [fixed]
         workers = 1
         max_steps = 2

@@ -151,7 +151,7 @@ def show_failures(sweep: Sweep) -> int:
     console = Console(highlight=False, soft_wrap=True)
     failed = [run for run in sweep.runs if status_of(run).state == "failed"]
     for run in failed:
-        console.print(f"\n[red]failed[/]: {run.folder.name}; the end of {run.records / 'log.txt'}:")
+        console.print(f"\n[red]failed[/]: {run.folder.name}; the end of {escape(str(run.records / 'log.txt'))}:")
         for line in log_tail(run, TAIL_LINES):
             console.print(f"  {escape(line)}")
     return len(failed)

@@ -41,10 +41,13 @@ class Terminal:
     ):
         self._metric, self._skip_limit = metric, skip_limit
         self._title, self._num_steps, self._tenths_shown = title, num_steps, 10 * done // num_steps
-        self._console = Console(file=WhileOpen().as_text, highlight=False)
+        self._console = Console(file=WhileOpen().as_text, highlight=False, markup=False)
         self._bar = TwoLines(
             progress.TextColumn(
-                "[bold]{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis", max_width=48)
+                "{task.description}",
+                style="bold",
+                markup=False,
+                table_column=Column(no_wrap=True, overflow="ellipsis", max_width=48),
             ),
             progress.BarColumn(bar_width=20),
             progress.TimeRemainingColumn(compact=True),
