@@ -215,8 +215,10 @@ def test_a_loss_that_diverged_ends_its_line(tmp_path):
 
 def test_runs_that_this_user_may_not_read_are_problems_of_the_report(tmp_path, monkeypatch, capsys):
     """One that could not be listed was left out without a word, and one that could only be listed was a traceback."""
-    for name in ("listed", "locked", "open"):
+    for name in ("listed", "locked", "open", "unread"):
         write_run(tmp_path / name)
+    (tmp_path / "unread" / "metrics.jsonl").unlink()
+    (tmp_path / "unread" / "metrics.jsonl").mkdir()  # reading it fails for root too; it was said to be missing
 
     def denying(real, *names):
         def call(path, *arguments, **options):
@@ -233,6 +235,7 @@ def test_runs_that_this_user_may_not_read_are_problems_of_the_report(tmp_path, m
     assert [run.folder.name for run in found.runs] == ["open"]
     for path in (tmp_path / "locked", tmp_path / "listed" / "config.json"):
         assert (path, "cannot be read (Permission denied); left out") in found.problems
+    assert (tmp_path / "unread", "metrics.jsonl cannot be read; left out") in found.problems
     # Named itself, it is one line.
     assert main(["watch", str(tmp_path / "listed"), "--once"]) == 2
     assert capsys.readouterr().err == (

@@ -166,8 +166,9 @@ def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
     try:
         # A killed run may end within a character.
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        complaints.append(f"{path.name} is missing")
+    except OSError as error:
+        wrong = "is missing" if isinstance(error, FileNotFoundError) else "cannot be read"
+        complaints.append(f"{path.name} {wrong}")
         return []
     if not lines:
         complaints.append(f"{path.name} is empty")
