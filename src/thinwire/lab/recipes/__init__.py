@@ -56,7 +56,7 @@ def _checked(added: Any, known: set[str]) -> list[Task]:
     """
     is_tasks = isinstance(added, (list, tuple)) and all(isinstance(task, Task) for task in added)
     require(is_tasks, f"they must be a tuple of `Task`, got {added!r:.100}")
-    names = [name for task in added for name in task.recipes()]
+    names = [recipe.config.recipe for task in added for recipe in task.recipes().values()]  # makes each of them
     taken = [name for i, name in enumerate(names) if name in known or name in names[:i]]
     require(not taken, f"there is a recipe {', '.join(map(repr, taken))} already; choose another name")
     return list(added)
@@ -64,7 +64,7 @@ def _checked(added: Any, known: set[str]) -> list[Task]:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes by name. They are made once.
+    """All recipes by name.
 
     Raises:
         ValueError: two have the same name.

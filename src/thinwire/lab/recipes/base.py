@@ -6,8 +6,9 @@ makes a recipe `<task>-<method>` as published, and `<task>-<method>-small`, whic
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 from ...algorithm import require
@@ -20,10 +21,19 @@ SMALL = "-small"
 
 @dataclass(frozen=True)
 class Recipe:
-    """A run's configuration, and a line about it: model, data, source and what is sent."""
+    """A line about a run: model, data, source and what is sent; and what makes its configuration."""
 
     about: str
-    config: RunConfig
+    make: Callable[[], RunConfig]
+
+    @cached_property
+    def config(self) -> RunConfig:
+        """The run's configuration. It is made when it is first read: a command reads one of hundreds.
+
+        Raises:
+            ValueError: the recipe is wrong.
+        """
+        return self.make()
 
 
 @dataclass(frozen=True)
@@ -73,12 +83,11 @@ class Task:
         made = {}
         for end, method in self.methods.items():
             name, about = self.name(end), f"{self.title}. {method.about[:1].upper()}{method.about[1:]}"
-            made[name] = _recipe(name, about, self.full, method.strategy, method.changes)
+            made[name] = Recipe(about, partial(_config, name, self.full, method.strategy, method.changes))
             if self.small is not None:
                 strategy = method.small_strategy or method.strategy
-                made[name + SMALL] = _recipe(
-                    name + SMALL, f"{about} (small)", self.small, strategy, method.small_changes
-                )
+                small = partial(_config, name + SMALL, self.small, strategy, method.small_changes)
+                made[name + SMALL] = Recipe(f"{about} (small)", small)
         return made
 
     def name(self, method: str) -> str:
@@ -86,9 +95,9 @@ class Task:
         return f"{self.full.recipe}-{method}" if method else self.full.recipe
 
 
-def _recipe(name: str, about: str, base: RunConfig, strategy: str | None, changes: Mapping[str, Any]) -> Recipe:
+def _config(name: str, base: RunConfig, strategy: str | None, changes: Mapping[str, Any]) -> RunConfig:
     config = replace(base, recipe=name, strategy=strategy or base.strategy, **changes)
-    return Recipe(about, replace(config, optimizer=momentum_applied_once(config)))
+    return replace(config, optimizer=momentum_applied_once(config))
 
 
 def momentum_applied_once(config: RunConfig) -> Any:
