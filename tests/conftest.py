@@ -136,7 +136,7 @@ def pytest_collection_modifyitems(items) -> None:
     if any("/tests/lab/" in str(item.path) for item in items):
         from thinwire.lab.train.start.spawn import PRELOADED as FOR_THE_LAB
 
-        preloaded += [*FOR_THE_LAB, "thinwire.lab.cli"]
+        preloaded += [*FOR_THE_LAB, "thinwire.lab.cli", "thinwire.lab.recipes", "thinwire.lab.report"]
     forkserver.set_forkserver_preload(preloaded)
     forkserver.set_forkserver_preload = lambda names: None
     gc.freeze()

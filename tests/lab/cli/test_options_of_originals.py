@@ -9,7 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from helpers.command import python, thinwire
+from helpers.command import python
 from helpers.pages import blocks
 
 import thinwire as tw
@@ -174,8 +174,8 @@ def key_of(words: list[str]) -> str:
 
 
 def test_an_option_of_grid_run_is_told_its_name_here(folder):
-    wrong = thinwire("sweep", "examples/sweeps/digits.toml", "--cluster_args", "38,1,p100", cwd=folder)
-    assert wrong.returncode == 2 and f"; here: {SWEEP['cluster_args']}; see" in wrong.stderr
+    with pytest.raises(ValueError, match=re.escape(f"; here: {SWEEP['cluster_args']}; see")):
+        sweep_command(["examples/sweeps/digits.toml", "--cluster_args", "38,1,p100"])
 
 
 def test_other_options_are_left_to_the_search_for_near_names():
