@@ -8,16 +8,16 @@ import re
 from dataclasses import replace
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
-from PIL import Image
+from helpers import tiny
 
 from thinwire import Local, LocalWorld, attach, parse
 from thinwire.lab.recipes import SMALL, Task, TaskMethod, recipes, tasks
 from thinwire.lab.report import read_run
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.data import CIFAR10, Digits, ImageFolder
+from thinwire.lab.train.models import Model, ResNet
 from thinwire.lab.train.optimize import DGCSGD
 from thinwire.lab.train.step.image_sizes import check_image_sizes
 from thinwire.strategy import Averaging
@@ -135,16 +135,8 @@ def test_the_layerwise_study_counts_an_image_for_as_much_as_its_original_in_ever
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory):
-    """Five images of noise in each of ten classes, and two for the test."""
-    folder = tmp_path_factory.mktemp("images")
-    random = np.random.default_rng(0)
-    for part, num in (("train", 5), ("test", 2)):
-        for label in range(10):
-            place = folder / part / str(label)
-            place.mkdir(parents=True)
-            for i in range(num):
-                Image.fromarray(random.integers(0, 256, (32, 32, 3), dtype=np.uint8)).save(place / f"{i}.png")
-    return folder
+    """A folder with five images in each of ten classes, and two for the test."""
+    return tiny.images(tmp_path_factory.mktemp("images"), 5, 2).folder
 
 
 def image_sides(config: RunConfig) -> list[int]:
@@ -159,9 +151,14 @@ def image_sides(config: RunConfig) -> list[int]:
     return []
 
 
+def layers_of(model: Model) -> Model:
+    """A model of the same layers: recipes differ in the weights that a ResNet begins with."""
+    return replace(model, zero_init_residual=False, head_std=None) if isinstance(model, ResNet) else model
+
+
 # The configurations of all image models, each once, with all of its image sizes.
 IMAGE_TASKS = {
-    (recipe.config.model, tuple(image_sides(recipe.config)), name.endswith(SMALL)): name
+    (layers_of(recipe.config.model), tuple(image_sides(recipe.config)), name.endswith(SMALL)): name
     for name, recipe in ALL.items()
     if image_sides(recipe.config)
 }
