@@ -9,6 +9,8 @@ from PIL import Image
 
 from thinwire.lab.train.data import CIFAR10, ParallelText, PlainText
 
+WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
+
 
 def text(folder: Path, train_words: int = 2000, test_words: int = 300, **options) -> PlainText:
     """Words of a language in which each depends on the one before it."""
@@ -35,10 +37,9 @@ def images(folder: Path, train: int = 8, test: int = 2) -> CIFAR10:
 def pairs(folder: Path, train: int = 200, test: int = 23) -> ParallelText:
     """Numbers in two languages."""
     folder.mkdir(parents=True, exist_ok=True)
-    words = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "five": "fünf"}
     random = np.random.default_rng(0)
     for part, num in (("train", train), ("test", test)):
-        rows = [[list(words)[i] for i in random.integers(5, size=random.integers(3, 7))] for _ in range(num)]
+        rows = [[list(WORDS)[i] for i in random.integers(5, size=random.integers(3, 7))] for _ in range(num)]
         (folder / f"{part}.a").write_text("".join(" ".join(row) + "\n" for row in rows))
-        (folder / f"{part}.b").write_text("".join(" ".join(words[word] for word in row) + "\n" for row in rows))
+        (folder / f"{part}.b").write_text("".join(" ".join(WORDS[word] for word in row) + "\n" for row in rows))
     return ParallelText(folder, test="test", source="a", target="b", vocabulary_size=300, max_tokens=64, max_length=12)

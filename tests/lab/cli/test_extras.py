@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from helpers.command import python
 
 from thinwire.lab.cli.extras import EXTRAS
 
@@ -55,6 +56,5 @@ def test_a_package_that_only_workers_need_is_missed_before_they_start(package, m
 
 
 def test_keys_name_an_extra_of_their_own(tmp_path):
-    program = WITHOUT.format(packages={"cryptography"}, commands=["keys new folder"])
-    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    done = python("-c", WITHOUT.format(packages={"cryptography"}, commands=["keys new folder"]), cwd=tmp_path)
     assert done.stdout.split() == ["2"] and done.stderr.count("\n") == 1 and "pip install '.[secure]'" in done.stderr

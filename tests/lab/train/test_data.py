@@ -23,6 +23,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 import torch
+from helpers import tiny
 from helpers.program import wait_until
 from PIL import Image
 from torch import nn
@@ -629,23 +630,9 @@ def test_subwords_restore_the_text_and_are_learned_once(tmp_path):
 # Translation
 
 
-WORDS = {"one": "eins", "two": "zwei", "three": "drei", "four": "vier", "six": "sechs"}
-
-
 @pytest.fixture
 def pairs(tmp_path) -> ParallelText:
-    """Numbers in two languages."""
-    random = np.random.default_rng(0)
-    for part, num in (("train", 200), ("test", 23)):
-        rows = [[list(WORDS)[i] for i in random.integers(5, size=random.integers(3, 7))] for _ in range(num)]
-        write_text(
-            tmp_path,
-            **{f"{part}.a": "".join(" ".join(row) + "\n" for row in rows)},
-            **{f"{part}.b": "".join(" ".join(WORDS[word] for word in row) + "\n" for row in rows)},
-        )
-    return ParallelText(
-        tmp_path, test="test", source="a", target="b", vocabulary_size=300, max_tokens=64, max_length=12
-    )
+    return tiny.pairs(tmp_path)
 
 
 def test_pairs_are_padded_shifted_and_stay_together(pairs):
@@ -658,7 +645,7 @@ def test_pairs_are_padded_shifted_and_stay_together(pairs):
         assert torch.equal(target[:, 1:], batch.labels[:, :-1].where(target[:, 1:] != PAD, PAD))
         for words, answer in zip(source, batch.labels, strict=True):
             texts = [data._tokenizer.decode(row[row > 0].tolist()) for row in (words, answer)]
-            assert [WORDS[word] for word in texts[0].split()] == texts[1].split()
+            assert [tiny.WORDS[word] for word in texts[0].split()] == texts[1].split()
             assert answer[answer != IGNORE][-1] == EOS and words[words != PAD][-1] == EOS
         seen += len(source)
     assert seen == 200
@@ -698,7 +685,7 @@ def test_evaluation_translates_every_test_sentence_once(pairs, monkeypatch):
 
     def perfectly(self, module, source):
         texts = self._tokenizer.decode_batch(source.tolist())
-        return [" ".join(WORDS[word] for word in text.split()) for text in texts]
+        return [" ".join(tiny.WORDS[word] for word in text.split()) for text in texts]
 
     monkeypatch.setattr(type(data), "translate", perfectly)
     assert data.metrics(data.evaluate(module, 0, 1, 5))["bleu"] == pytest.approx(100)
