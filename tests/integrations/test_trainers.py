@@ -137,6 +137,15 @@ def started_processes() -> Any:
     return Started()
 
 
+def quiet_trainer(**options: Any) -> Any:
+    """Lightning's trainer for processes of `spawn`, which shows and saves nothing by itself."""
+    import lightning.pytorch as pl
+
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary", "enable_checkpointing"), False)
+    plugins = [started_processes()]
+    return pl.Trainer(accelerator="cpu", plugins=plugins, use_distributed_sampler=False, **quiet, **options)
+
+
 def fabric_of_two() -> Any:
     """Fabric with DDP, in processes that have been started."""
     from lightning.fabric import Fabric
@@ -185,11 +194,7 @@ def lightning_worker(comm: tw.comm.Communicator, folder: Path) -> tuple[list[tor
     data = torch.utils.data.DataLoader(torch.randn(8, 4, generator=torch.Generator().manual_seed(comm.rank)))
 
     def trainer(epochs: int, strategy: str = strategy) -> pl.Trainer:
-        quiet = dict(logger=False, enable_progress_bar=False, enable_model_summary=False, enable_checkpointing=False)
-        two = dict(
-            accelerator="cpu", devices=2, strategy="ddp", plugins=[started_processes()], use_distributed_sampler=False
-        )
-        return pl.Trainer(max_epochs=epochs, callbacks=[AttachStrategy(strategy)], **quiet, **two)
+        return quiet_trainer(devices=2, strategy="ddp", max_epochs=epochs, callbacks=[AttachStrategy(strategy)])
 
     whole, part, resumed = Linear(), Linear(), Linear()
     trainer(2).fit(whole, data)
@@ -247,20 +252,8 @@ def lightning_own_models_worker(
     data = torch.utils.data.DataLoader(torch.randn(7, 4, generator=torch.Generator().manual_seed(comm.rank)))
     modules = [Linear(is_automatic) for is_automatic in (False, True)]
     for module in modules:
-        trainer = pl.Trainer(
-            accelerator="cpu",
-            devices=2,
-            strategy="ddp",
-            plugins=[started_processes()],
-            use_distributed_sampler=False,
-            max_epochs=2,
-            limit_val_batches=1,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
-            callbacks=[AttachStrategy("Local(Mean(), every=4)")],
-        )
+        attached = [AttachStrategy("Local(Mean(), every=4)")]
+        trainer = quiet_trainer(devices=2, strategy="ddp", max_epochs=2, limit_val_batches=1, callbacks=attached)
         trainer.fit(module, data, data)
     trainer.save_checkpoint(folder / "ended.ckpt")
     for callback in (pl.callbacks.StochasticWeightAveraging(1e-2), pl.callbacks.EMAWeightAveraging()):
@@ -301,17 +294,10 @@ def lightning_sharded_worker(comm: tw.comm.Communicator, folder: Path, strategy:
 
     def fitted(epochs: int, checkpoint: Path | None = None) -> tuple[pl.Trainer, nn.Linear]:
         module = Linear()
-        trainer = pl.Trainer(
-            accelerator="cpu",
+        trainer = quiet_trainer(
             devices=4,
             strategy=pl.strategies.ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=2),
-            plugins=[started_processes()],
-            use_distributed_sampler=False,
             max_epochs=epochs,
-            logger=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            enable_checkpointing=False,
             callbacks=[AttachStrategy(strategy, replicas=lambda module: module.device_mesh["data_parallel"]), Save()],
         )
         trainer.fit(module, data, ckpt_path=checkpoint)
