@@ -8,12 +8,9 @@ where the loopback interface carries nothing else.
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
-import os
 import socket
-import stat
 import struct
 import termios
 import time
@@ -21,6 +18,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from thinwire.plan.measure import connections
 
 NUM_BYTES = 6_000_000
 BYTES_ACKED, BYTES_RECEIVED = 120, 128  # offsets in struct tcp_info of linux/tcp.h, two uint64
@@ -47,14 +46,10 @@ def run_operation(comm, name: str) -> None:
         comm.broadcast(x, root=1).wait()
 
 
-def connections() -> Iterator[socket.socket]:
-    """This process's TCP connections, each duplicated and closed again."""
-    for entry in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):  # closed by now, or not a connection
-            if stat.S_ISSOCK(os.fstat(int(entry)).st_mode):
-                with socket.socket(fileno=os.dup(int(entry))) as connection:
-                    if connection.family in (socket.AF_INET, socket.AF_INET6) and connection.getpeername():
-                        yield connection
+def controls() -> Iterator[tuple[socket.socket, str]]:
+    """Each connection of this process, open until the next one, and its congestion control."""
+    for connection in connections():
+        yield connection, connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).rstrip(b"\0").decode()
 
 
 def tcp_bytes() -> dict[tuple, tuple[int, int]]:

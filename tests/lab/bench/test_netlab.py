@@ -299,7 +299,7 @@ def test_congestion_control_is_that_of_the_hosts(tmp_path):
 def test_connections_of_a_long_line_multiply_and_one_endures_lost_packets(congestion):
     code = """if True:
     import os, time, torch, torch.distributed as dist
-    from helpers.sockets import controls
+    from helpers.traffic import controls
     from thinwire.comm.transport import connect
     def known():  # by inode, as some of them close meanwhile
         return {os.fstat(connection.fileno()).st_ino: name for connection, name in controls()}
@@ -335,7 +335,7 @@ def test_others_take_over_from_the_connection_that_endures_lost_packets_if_it_is
     """Both what is new, and what lost connections left."""
     code = """if True:
     import os, socket, time, torch, torch.distributed as dist
-    from helpers.sockets import controls
+    from helpers.traffic import controls
     from thinwire.comm.transport import connect
     def inode(at):
         return os.fstat(at.fileno()).st_ino
