@@ -22,6 +22,7 @@ from helpers.command import started, thinwire
 from helpers.program import wait_until
 from rich.console import Console, ConsoleDimensions
 
+from thinwire.lab.cli import main
 from thinwire.lab.sweep import Status, execute, read_sweep, run_locally, status_of
 from thinwire.lab.sweep.execute import read_run, start, write_down
 from thinwire.lab.sweep.show import counted, status_table, statuses_of
@@ -50,6 +51,12 @@ def write(folder: Path, steps: int = 2, seeds: str = "[1]") -> Path:
 
 def run(folder: Path, *arguments):
     return thinwire("sweep", "grid.toml", *arguments, cwd=folder, timeout=200)
+
+
+def shown(capsys, option: str) -> str:
+    """What the command prints of the sweep in the current folder."""
+    assert main(["sweep", "grid.toml", option]) == 0
+    return capsys.readouterr().out
 
 
 def sweep_in(folder: Path, monkeypatch):
@@ -93,8 +100,9 @@ def test_every_run_leaves_its_records_and_its_log(finished, monkeypatch):
         assert "step 2/2" in (planned.records / "log.txt").read_text()
 
 
-def test_finished_runs_are_skipped_and_others_run(finished, monkeypatch):
+def test_finished_runs_are_skipped_and_others_run(finished, monkeypatch, capsys):
     folder, _ = finished
+    monkeypatch.chdir(folder)
     before = summaries(folder)
     assert "2 finished" in run(folder).stdout and summaries(folder) == before
     # Another seed is another run; the same configuration in other words is not.
@@ -105,12 +113,11 @@ def test_finished_runs_are_skipped_and_others_run(finished, monkeypatch):
         .replace("TopK(0.01)", "TopK(ratio=0.01)")
     )
     (folder / "grid.toml").write_text(text)
-    listed = run(folder, "--dry-run").stdout
-    assert "4 runs: 2 finished, 2 waiting" in listed and summaries(folder) == before
+    assert "4 runs: 2 finished, 2 waiting" in shown(capsys, "--dry-run") and summaries(folder) == before
     assert run(folder, "--local", 2).returncode == 0
     after = summaries(folder)
     assert len(after) == 4 and before.items() <= after.items()
-    assert "4 runs: 4 finished" in run(folder, "--status").stdout
+    assert "4 runs: 4 finished" in shown(capsys, "--status")
     write(folder)
 
 
@@ -240,7 +247,7 @@ def rows_of(planned) -> list[dict]:
     ]
 
 
-def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_path, monkeypatch):
+def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_path, monkeypatch, capsys):
     # That the data are not there is found out by the workers. The path's brackets must not be read as a colour's markup.
     grid = """
         recipe = "digits"
@@ -262,11 +269,11 @@ def test_a_failed_run_stops_no_other_and_is_listed_with_the_end_of_its_log(tmp_p
     assert status.state == "failed" and status.detail.startswith("nowhere/cifar-10-python.tar.gz is missing")
     assert f"failed: {broken.folder.name}" in done.stdout and str(broken.records / "log.txt") in done.stdout
     assert status.detail in " ".join(done.stdout.split())
-    again = run(tmp_path, "--status")
-    assert again.returncode == 0 and "1 finished, 1 failed" in again.stdout and "is missing" in again.stdout
+    again = shown(capsys, "--status")
+    assert "1 finished, 1 failed" in again and "is missing" in again
 
 
-def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch):
+def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch, capsys):
     grid = """
         command = "consensus"
         output = "runs"
@@ -286,7 +293,7 @@ def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch):
     assert found == [(name, size) for name in ("Choco", "PowerGossip") for size in (0.1, 0.5)]
     assert len(rows) == 4 * 5  # rounds 0..4
     assert all("of the error left" in status_of(planned).detail for planned in sweep_in(tmp_path, monkeypatch).runs)
-    assert "4 finished" in run(tmp_path, "--dry-run").stdout
+    assert "4 finished" in shown(capsys, "--dry-run")
 
 
 @pytest.mark.parametrize(
@@ -378,11 +385,13 @@ def test_what_is_executed_is_what_was_planned(tmp_path, monkeypatch):
         assert read_run(planned.records / "run.json") == planned
 
 
-def test_choose_one_of_the_ways(tmp_path):
+def test_choose_one_of_the_ways(tmp_path, monkeypatch, capsys):
     write(tmp_path)
+    monkeypatch.chdir(tmp_path)
     for arguments, expected in (
-        (["--local", 0], "--local must be an integer, 1 or more"),
-        (["--local", 1, "--dry-run"], "choose one"),
+        (["--local", "0"], "--local must be an integer, 1 or more"),
+        (["--local", "1", "--dry-run"], "choose one"),
     ):
-        done = run(tmp_path, *arguments)
-        assert done.returncode == 2 and expected in done.stderr and done.stderr.count("\n") == 1
+        assert main(["sweep", "grid.toml", *arguments]) == 2
+        said = capsys.readouterr().err
+        assert expected in said and said.count("\n") == 1
