@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
 from .algorithm import require
-from .messages import error_place, error_text
+from .messages import error_place, error_text, log
 
 T = TypeVar("T")
-
-log = logging.getLogger("thinwire")
 
 
 @cache

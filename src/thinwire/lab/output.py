@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import io
-import logging
 import os
 import select
 import sys
 from collections.abc import Iterator
 from typing import IO, cast
 
-log = logging.getLogger("thinwire")
+from ..messages import log
 
 
 def prepare_output() -> None:

@@ -10,7 +10,6 @@ installed packages declare in the entry-point group `thinwire.recipes`:
 from __future__ import annotations
 
 import importlib.metadata
-import logging
 import pkgutil
 from collections.abc import Mapping
 from functools import cache
@@ -19,14 +18,12 @@ from types import MappingProxyType
 from typing import Any
 
 from ...algorithm import require
-from ...messages import error_place, error_text
+from ...messages import error_place, error_text, log
 from .base import SMALL, Recipe, Task, TaskMethod
 from .check import check_recipe
 
 __all__ = ["SMALL", "TaskMethod", "Recipe", "Task", "check_recipe", "recipes", "tasks"]
 
-
-log = logging.getLogger("thinwire")
 
 ENTRY_POINT_GROUP = "thinwire.recipes"
 

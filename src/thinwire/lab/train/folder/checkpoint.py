@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
 import math
 import os
 import shutil
@@ -43,7 +42,7 @@ import torch
 
 from ....algorithm import require
 from ....comm import Communicator, ElasticCommunicator
-from ....messages import error_text
+from ....messages import error_text, log
 from ...files import check_row, naming, write_json
 from ..config import RunConfig
 from ..results.meter import Meter
@@ -51,8 +50,6 @@ from ..shared_errors import SharedError, run_on_all
 from ..state_files import damaged_file, read_state
 from ..step.steps import START, Position
 from ..step.training import Training
-
-log = logging.getLogger("thinwire")
 
 
 def save(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import shutil
 import uuid
 from collections.abc import Iterator, Mapping
@@ -13,14 +12,13 @@ from typing import Any
 
 from ....algorithm import able_to, require
 from ....comm import Communicator
+from ....messages import log
 from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
 from ...files import load_json_object, write_json
 from ..config import RunConfig
 from ..shared_errors import run_on_all
 from .checkpoint import last_described
 from .lock import LOCK, locked
-
-log = logging.getLogger("thinwire")
 
 FREE = {
     *(*OF_THE_FOLDER, *OF_CONNECTIONS, "checkpoint_every", "evaluate_every", "log_every", "variance"),

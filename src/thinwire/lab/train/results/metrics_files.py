@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import csv
 import json
-import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ....algorithm import require
+from ....messages import log
 from ...files import check_row, is_at, naming, plain, write_whole
-
-log = logging.getLogger("thinwire")
 
 COLUMNS = """
 step epoch loss accuracy top5_accuracy perplexity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 
 from rich import progress
@@ -10,9 +9,8 @@ from rich.console import Console, RenderableType
 from rich.table import Column
 from rich.text import Text
 
+from ....messages import log
 from ...output import WhileOpen
-
-log = logging.getLogger("thinwire")
 
 
 class TwoLines(progress.Progress):

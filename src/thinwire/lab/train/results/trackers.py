@@ -5,7 +5,6 @@ A tracker remembers the run's id in the run's folder, so that a resumed run cont
 
 from __future__ import annotations
 
-import logging
 import math
 import threading
 import time
@@ -15,11 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from queue import SimpleQueue
 
+from ....messages import log
 from ...fields import flat
 from ...files import plain
 from ..config import RunConfig
-
-log = logging.getLogger("thinwire")
 
 PACKAGES = {"wandb": "wandb", "mlflow": "mlflow-skinny"}
 """By the field that names the project: the package to install, whose module has the field's name."""

@@ -6,7 +6,6 @@ worker waits for the sum, and all stop one step after the signal.
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import select
@@ -23,9 +22,8 @@ import torch
 
 from ....comm import Communicator, Handle
 from ....comm.notice import NOTICE_SECONDS
+from ....messages import log
 from ..signals import SIGNALS, heard
-
-log = logging.getLogger("thinwire")
 
 LOOK_SECONDS = 0.2  # after a signal, between two looks at whether this worker waits
 SAVED = 75  # EX_TEMPFAIL of sysexits.h: not finished, run again

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ....comm import Communicator, Layout
-from ....messages import error_text
+from ....messages import error_text, log
 from ....plan import Effort, measured_layout
 from ...files import load_json_object
 from ..config import RunConfig
 from ..shared_errors import run_on_all
-
-log = logging.getLogger("thinwire")
 
 LAYOUT_FILE = "layout.json"
 

@@ -24,7 +24,6 @@ given up are assigned again. Rows and checkpoints are made between two rounds. I
 from __future__ import annotations
 
 import copy
-import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -40,6 +39,7 @@ from torch import Tensor
 from ....allocator import keep_freed_memory
 from ....comm import CommunicationError, Communicator, ElasticCommunicator, LocalWorld
 from ....kernels import mix_key, set_threads
+from ....messages import log
 from ....strategy import LocalUpdates
 from ...files import write_json
 from ..config import RunConfig
@@ -66,8 +66,6 @@ from .interrupt import Interrupted, Interruption
 from .layout import LAYOUT_FILE, layout_of_run
 from .state import RunState
 from .workers import Workers
-
-log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -10,14 +9,13 @@ from typing import Any, TypeVar
 
 from ....comm import Communicator, ElasticCommunicator
 from ....comm.members import Members
+from ....messages import log
 from ....strategy import AveragerAttachment
 from ...fields import OF_CONNECTIONS, OF_THE_FOLDER
 from ..config import RunConfig
 from ..shared_errors import same_error_on_all
 from .interrupt import Interruption
 from .state import RunState
-
-log = logging.getLogger("thinwire")
 
 Result = TypeVar("Result")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import ipaddress
-import logging
 import os
 import socket
 import time
@@ -28,15 +27,13 @@ from ....comm.store import ANSWER_SECONDS, answered, connected_store, gathering,
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import OwnStore
 from ....comm.transport import connect, has_own_connections
-from ....messages import error_place, error_text
+from ....messages import error_place, error_text, log
 from ..config import RunConfig
 from ..device import choose_device
 from ..run.interrupt import Interrupted
 from ..shared_errors import SharedError, same_error_on_all
 from .environment import LOOPBACK, Environment
 from .presence import Presence
-
-log = logging.getLogger("thinwire")
 
 SECONDS = 120.0  # importing PyTorch on a busy machine takes long
 RENDEZVOUS = timedelta(seconds=SECONDS)

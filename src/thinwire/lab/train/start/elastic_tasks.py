@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -17,6 +16,7 @@ from ....algorithm import require
 from ....comm.addresses import own_address
 from ....comm.notice import said_if_late
 from ....comm.store import ANSWER_SECONDS, answered
+from ....messages import log
 from ..config import RunConfig
 from ..folder.checkpoint import latest
 from ..folder.run_folder import make_folder
@@ -29,8 +29,6 @@ from .environment import Environment
 from .lighthouse import communicator, lighthouse_of
 from .watch import WorkerError
 from .worker import failure, ignore_file_errors
-
-log = logging.getLogger("thinwire")
 
 KEY = "thinwire/lighthouse"
 # After an error of all workers the others wait, so that rank 0 can print it before the launcher kills it. Most launchers end

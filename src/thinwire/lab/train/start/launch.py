@@ -5,7 +5,6 @@ A launcher (torchrun, srun, mpirun) starts the same command once for each worker
 
 from __future__ import annotations
 
-import logging
 import signal
 import threading
 from collections.abc import Callable, Sequence
@@ -19,6 +18,7 @@ from ....comm import Credentials
 from ....comm.addresses import address_text
 from ....comm.process_world import require_may_start
 from ....comm.tcp.endpoint import require_engine
+from ....messages import log
 from ..config import RunConfig
 from ..device import choose_device
 from ..folder.checkpoint import remove_unfinished
@@ -32,8 +32,6 @@ from .connect import check_mpi, choose_interface, connected, credentials_of
 from .elastic_tasks import as_task, early_end, join_elastic
 from .environment import Environment, set_variables
 from .spawn import spawn
-
-log = logging.getLogger("thinwire")
 
 MOST_WORKERS = 1024  # each takes more than 100 MB of memory
 OnStop = Callable[[Interrupted], None]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from urllib.parse import urlsplit
@@ -11,13 +10,12 @@ import torch
 
 from ....algorithm import require
 from ....comm import ElasticCommunicator, Lighthouse
+from ....messages import log
 from ..config import RunConfig
 from ..device import choose_device
 from ..shared_errors import same_error_on_all
 from .connect import credentials_of, warn_if_open
 from .environment import LOOPBACK
-
-log = logging.getLogger("thinwire")
 
 
 @contextmanager

@@ -17,7 +17,6 @@ ended first, which may only have lost its connection.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import sys
@@ -31,12 +30,11 @@ from types import FrameType
 
 from ....comm.elastic.forming import LEFT_OUT_SECONDS
 from ....comm.store import Store
+from ....messages import log
 from ..folder.checkpoint import latest
 from ..run.interrupt import Interrupted
 from ..signals import SIGNALS, heard
 from .worker import LEFT_OUT, MISTAKEN
-
-log = logging.getLogger("thinwire")
 
 NO_FORK_SERVER = 255  # what `multiprocessing` says of all workers whose fork server has died
 NOTICE_SECONDS = 5  # after which a worker under SIGSTOP is reported; --timeout ends the run

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import multiprocessing
 import os
 import threading
@@ -16,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
 from ....comm.store import Store, connected_store
-from ....messages import error_place, error_text, install_for_warnings
+from ....messages import error_place, error_text, install_for_warnings, log
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
@@ -26,8 +25,6 @@ from .connect import RENDEZVOUS, choose_interface, connected, credentials_of
 from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
 from .parent_death import end_with_parent
-
-log = logging.getLogger("thinwire")
 
 MISTAKEN = 2  # exit code of a worker after a user error that all workers found
 LEFT_OUT = 3  # exit code of a worker of an elastic run that is left out of it, see `members.LeftOut`
