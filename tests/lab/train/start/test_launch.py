@@ -447,6 +447,20 @@ def test_a_meeting_place_whose_name_does_not_resolve_is_said_at_once(rank, monke
     assert unknown.call_count > 1
 
 
+def test_a_meeting_place_that_does_not_lead_to_worker_0_is_named(monkeypatch):
+    """Worker 0 had the address of another machine, and said after two minutes: "Ping failed, invalid value"."""
+
+    def fail(*_, **__):
+        raise dist.DistNetworkError("Ping failed, invalid value returned from server")
+        yield
+
+    monkeypatch.setattr(dist, "rendezvous", fail)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    wrong = r"worker 0 does not reach the store at 192.0.2.1:29500 \(Ping failed, .*\); MASTER_ADDR and MASTER_PORT must lead"
+    with pytest.raises(CommunicationError, match=wrong):
+        connect.meeting_store(Environment("srun", 0, 2, 0, 1, "192.0.2.1", 29500))
+
+
 @pytest.mark.parametrize(("interface", "place"), [(None, "127.0.0.1"), ("eth3", "10.7.1.2")])
 def test_other_machines_reach_the_lighthouse_if_the_interface_to_them_is_named(interface, place, monkeypatch, tmp_path):
     begun = Mock(side_effect=InterruptedError)

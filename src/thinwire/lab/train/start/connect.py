@@ -195,7 +195,7 @@ def meeting_store(
 
     Raises:
         ValueError: the port is taken, or the address is for one link alone.
-        CommunicationError: worker 0 does not answer, or its name does not resolve.
+        CommunicationError: worker 0 does not answer, also not itself, or its name does not resolve.
     """
     rank, host, port = environment.rank, environment.master_address, environment.master_port
     limit = timedelta(seconds=seconds)
@@ -219,7 +219,13 @@ def meeting_store(
         # Of several addresses, PyTorch's client would wait for a dead one until its limit.
         os.environ["MASTER_ADDR"] = _await_first(host, port, seconds)
     joining = dist.rendezvous("env://", rank, environment.size, timeout=limit)
-    store: dist.Store = answered(partial(next, joining), seconds + ANSWER_SECONDS)[0]
+    try:
+        store: dist.Store = answered(partial(next, joining), seconds + ANSWER_SECONDS)[0]
+    except (dist.DistError, CommunicationError) as error:
+        raise CommunicationError(
+            f"worker {rank} does not reach the store at {address_text(host, port)} ({reason_of(error)}); MASTER_ADDR and "
+            "MASTER_PORT must lead to worker 0 from all workers, itself among them"
+        ) from error
     return store
 
 
