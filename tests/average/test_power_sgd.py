@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.average.low_rank import power_sgd
+from thinwire.average.low_rank import matrices
 from thinwire.kernels import low_rank
 
 SHAPES = {"conv.weight": (16, 3, 3, 3), "conv.bias": (16,), "fc.weight": (20, 40), "small": (3, 4), "scale": ()}
@@ -479,7 +479,7 @@ def test_matrices_of_one_shape_share_a_decomposition(monkeypatch):
     decomposed, qr = [], torch.linalg.qr
     monkeypatch.setattr(torch.linalg, "qr", lambda a: decomposed.append(a.shape) or qr(a))
     ps = [randn(2, 24, seed=i) for i in range(5)] + [randn(2, 30, seed=9), torch.zeros(2, 24)]
-    bases = power_sgd._bases(ps)
+    bases = matrices.bases(ps)
     assert sorted(decomposed) == [(1, 30, 2), (6, 24, 2)]
     for p, basis in zip(ps, bases, strict=True):
         assert torch.equal(basis, qr(p.t()).Q.t()) and basis.is_contiguous()

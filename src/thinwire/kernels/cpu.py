@@ -101,10 +101,6 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     indices._encode: _native.indices_encode,
     levels._encode: _native.levels_encode,
     levels._decode_add: _native.levels_decode_add,
-    low_rank._add: _native.low_rank_add,
-    low_rank._add_products: _native.low_rank_add_products,
-    low_rank._products: _native.low_rank_products,
-    low_rank._store: _native.low_rank_store,
     mix._add: _native.mix_add,
     modular._add: _native.modular_add,
     modular._recover_add: _native.modular_recover_add,
@@ -126,6 +122,25 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
 }
 for _kernel, _function in SAME_ARGUMENTS.items():
     _kernel.runs_on("cpu")(partial(_call, _function))
+
+BLAS_RANK = 16
+"""Vectors from which on the references of low-rank products, which call BLAS, are faster."""
+
+
+def _call_below(kernel: Kernel[..., Any], function: Callable[..., Any], factors: int, *arguments: Any) -> Any:
+    """Call a C++ function for few vectors, of which there are as many for each matrix; else the reference."""
+    if arguments[factors] and len(arguments[factors][0]) >= BLAS_RANK:
+        return kernel.reference(*arguments)
+    return _call(function, *arguments)
+
+
+for _kernel, _function, _factors in (
+    (low_rank._add, _native.low_rank_add, 2),
+    (low_rank._add_products, _native.low_rank_add_products, 4),
+    (low_rank._products, _native.low_rank_products, 2),
+    (low_rank._store, _native.low_rank_store, 2),
+):
+    _kernel.runs_on("cpu")(partial(_call_below, _kernel, _function, _factors))
 
 
 # ---- other arguments than the reference's ----

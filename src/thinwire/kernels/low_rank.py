@@ -19,6 +19,8 @@ from .flags import Flag
 from .reduce import all_finite
 from .scales import float32
 
+ALIGNMENT = 64  # bytes; new tensors have it
+
 
 def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], left: bool) -> list[Tensor]:
     """`p x` for each matrix if `left`, else `p x'`, for all vectors of p in one read of x.
@@ -130,10 +132,10 @@ def add_products(
 
 
 def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> Flag:
-    """`x = a' b` for each matrix, in one pass that also finds out whether all of it is finite.
+    """`x = a' b` for each matrix, and whether all of it is finite.
 
-    Each element is a sum over `rank` in order, without fused multiply-adds: the C++ kernel gives the same bits on every
-    processor.
+    Results do not depend on where x lies. The C++ kernel, for fewer than 16 vectors, adds them up in order, without fused
+    multiply-adds, in one pass: it gives the same bits on every processor.
 
     Args:
         xs: segments of float32, each a matrix (n, m) in rows; overwritten.
@@ -234,7 +236,7 @@ def _add_products(
     made: list[Tensor],
 ) -> None:
     for g, e, out in zip(gs, es, outs, strict=True):
-        torch.add(e, g * float32(factor, g.device), out=out)
+        torch.add(e, g if factor == 1.0 else g * float32(factor, g.device), out=out)
     _products.on[device_of(outs).type](outs, rows, ps, False, made)
 
 
@@ -242,7 +244,11 @@ def _add_products(
 def _store(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> Flag:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
         left, right = _exact_factors(left, right)
-        torch.mm(left.t(), right, out=x.view(n, -1))
+        # Elsewhere BLAS may round differently, and workers' tensors may lie differently.
+        if x.data_ptr() % ALIGNMENT == 0:
+            torch.mm(left.t(), right, out=x.view(n, -1))
+        else:
+            x.view(n, -1).copy_(left.t() @ right)
     return all_finite(xs)
 
 

@@ -34,11 +34,11 @@ from ..comm import Communicator, Handle, Layout, Ledger
 from ..comm.base import Start
 from ..comm.channel import MAX_BYTES, Channel
 from ..comm.sums import Route
-from .averagers import adds_coordinates, multiplies
+from .averagers import adds_coordinates, multiplies, parts_of
 from .network import Network
 from .operations import Moves, PeerMessages, all_reduce, broadcast, gather_of_sizes
 from .shapes import Shapes
-from .sized import PRODUCTS, Work, sized
+from .sized import Work, sized
 
 
 @dataclass(frozen=True)
@@ -176,8 +176,9 @@ def _record(
     wait = _taken(actions)
     # These averagers have no codec that would note their work.
     if multiplies(averager):
-        numel = sum(t.numel() for _, t in tensors)
-        step, wait = (Work("encode", numel, PRODUCTS), *step), (*wait, Work("decode", numel, PRODUCTS))
+        numel, rank = sum(t.numel() for _, t in tensors), parts_of(stand_in)["rank"]
+        encode, decode = (Work(part, numel, repr(stand_in), rank) for part in ("encode", "decode"))
+        step, wait = (encode, *step), (*wait, decode)
     return Program(step, tuple(stages), wait, comm.ledger.since(before), stand_in.sends_at_once(state))
 
 

@@ -31,21 +31,28 @@ class Work:
     Args:
         part: "encode" or "decode".
         numel: how many.
-        name: who does it: the `repr` of a codec, `MEMORY` or `PRODUCTS`.
+        name: who does it: `MEMORY`, or the `repr` of a codec or of an averager of low rank.
+        rank: columns of the factors of low rank; 0 for others.
     """
 
     part: str
     numel: int
     name: str
+    rank: int = 0
 
 
 MEMORY = "memory"
-PRODUCTS = "matrix products"
+
+
+def after_warm_ups(averager: Averager) -> Averager:
+    """The averager with the last value of each schedule."""
+    late: Averager = resolve(averager, _LATE)
+    return late
 
 
 def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Averager:
     """The averager after all warm-ups, with stand-ins for its codecs, that note their work in `actions`."""
-    late: Averager = resolve(on_nodes(averager, workers_per_node), _LATE)
+    late = after_warm_ups(on_nodes(averager, workers_per_node))
     parts = parts_of(late)
     # A pass over momentum is part of the speed that was measured for its codec; see `speeds.py`.
     adds = any(isinstance(part, Memory) and not part.has_momentum for part in parts.values())

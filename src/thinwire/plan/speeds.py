@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import NamedTuple
 
-from .sized import MEMORY, PRODUCTS, Work
+from .sized import MEMORY, Work
 
 
 class CopyShare(NamedTuple):
@@ -31,10 +31,28 @@ SHARES: Mapping[str, CopyShare] = MappingProxyType(
         # Assumed, not measured:
         "chain(TopK(ratio=0.01), QSGD(bits=4))": CopyShare(0.70, 2.60),  # hardly slower than TopK(0.01) alone
         "SignNorm()": CopyShare(0.76, 1.12),  # as QSGD of one bit
-        PRODUCTS: CopyShare(0.33, 1.00),  # the matrix is read once for each product, and bounds the time
     }
 )
 _UNKNOWN = CopyShare(0.5, 1.0)
+
+
+class _Copies(NamedTuple):
+    """How long averagers of low rank work, in copies of the matrices: so many, and so many more for each column."""
+
+    step: tuple[float, float]
+    wait: tuple[float, float]
+
+    def share(self, rank: int) -> CopyShare:
+        """As shares of a copy's speed."""
+        return CopyShare(*(1.0 / (fixed + rank * column) for fixed, column in self))
+
+
+# Measured by `benchmarks/low_rank.py`, on one thread, 2026-11-29.
+_LOW_RANK = {
+    "PowerSGD": _Copies((2.3, 0.06), (3.3, 0.18)),
+    "Dion": _Copies((1.3, 0.0), (4.5, 0.24)),
+    "PowerGossip": _Copies((1.3, 0.17), (1.7, 0.1)),
+}
 
 
 @dataclass(frozen=True)
@@ -56,5 +74,8 @@ class Speeds:
 
     def seconds(self, work: Work) -> float:
         """How long a piece of work takes."""
-        share = self.shares.get(work.name, _UNKNOWN)
+        share = self.shares.get(work.name)
+        if share is None:
+            kind = work.name.partition("(")[0]
+            share = _LOW_RANK.get(kind, _LOW_RANK["PowerSGD"]).share(work.rank) if work.rank else _UNKNOWN
         return 4 * work.numel / self.copy_bytes_per_second / (share.encode if work.part == "encode" else share.decode)

@@ -24,9 +24,18 @@ from ... import kernels
 from ...comm import Communicator, Handle
 from ...membership import config, own, pending, shared
 from ...options import require_integer, require_number
-from ..base import Averager, AveragerState, NamedTensors, begin_step, check_agreement, check_waited
+from ..base import (
+    Averager,
+    AveragerState,
+    NamedTensors,
+    begin_step,
+    check_agreement,
+    check_waited,
+    copy_changed,
+    result_buffers,
+)
 from ..traits import AveragerTraits
-from .matrices import all_reduce_parts, columns, gains, warm_start
+from .matrices import all_reduce_parts, bases, columns, gains, warm_start
 
 
 @dataclass
@@ -136,28 +145,32 @@ class Dion(Averager):
         scale: float,
     ) -> None:
         """Phases 2 to 6 of the module's docstring."""
-        clock = state.clock
+        clock, rows, xs = state.clock, [len(b) for b in bs], [b.view(-1) for b in bs]
         with clock("encode"):
-            products = [b @ state.q[name].t() for (name, _), b in zip(matrices, bs, strict=True)]
+            products = kernels.low_rank.products(xs, rows, [state.q[name] for name, _ in matrices], left=False)
         sums = all_reduce_parts([*products, *(t.float() for t in dense)], comm, clock)()
         with clock("encode"):
-            # An orthonormal basis whatever the rank; the scale of a sum does not change it.
-            ps = [kernels.low_rank.orthonormal(p) for p in sums[: len(matrices)]]
-            own = [p.t() @ b for p, b in zip(ps, bs, strict=True)]
+            ps = bases(sums[: len(matrices)])  # the scale of a sum does not change them
+            own = kernels.low_rank.products(xs, rows, ps, left=True)
         totals = all_reduce_parts(own, comm, clock)()
         with clock("decode"):
-            for (name, target), b, p, total in zip(matrices, bs, ps, totals, strict=True):
-                r = total / comm.size
-                unit = _unit_rows(r, torch.zeros_like(r))  # no update where there is no gradient
-                state.pending[name] = torch.addmm(b, p, r, alpha=self.mu - 1.0), _unit_rows(r, state.q[name])
-                # Results carry the loss scale, as gradients do.
-                update = p @ unit * (scale * sqrt(b.shape[0] / b.shape[1]))
-                target.copy_(update.view(target.shape))
+            rs = [total / comm.size for total in totals]
+            # No update where there is no gradient. Results carry the loss scale, as gradients do.
+            units = [
+                _unit_rows(r, torch.zeros_like(r)) * (scale * sqrt(b.shape[0] / b.shape[1]))
+                for b, r in zip(bs, rs, strict=True)
+            ]
+            kernels.low_rank.add(xs, rows, [p * (self.mu - 1.0) for p in ps], rs)
+            for (name, _), b, r in zip(matrices, bs, rs, strict=True):
+                state.pending[name] = b, _unit_rows(r, state.q[name])
+            targets = [t for _, t in matrices]
+            outs = result_buffers(targets)
+            finite = kernels.low_rank.store([out.view(-1) for out in outs], rows, ps, units)
             for t, total in zip(dense, sums[len(matrices) :], strict=True):
                 t.copy_(total / comm.size)
-            results = kernels.all_finite([*(t for _, t in matrices), *dense])
+            results = [finite, copy_changed(outs, targets), kernels.all_finite(dense)]
             # A row of R may be infinite, and its unit vector not.
-            state.finite = kernels.flags.all_of([state.finite, results, kernels.all_finite(totals)])
+            state.finite = kernels.flags.all_of([state.finite, *results, kernels.all_finite(totals)])
 
 
 def _unit_rows(q: Tensor, old: Tensor) -> Tensor:

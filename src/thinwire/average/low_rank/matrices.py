@@ -1,4 +1,4 @@
-"""What averagers of low rank share: which tensors are matrices, where Q starts, and all-reduces of many parts."""
+"""What averagers of low rank share: which tensors are matrices, where Q starts, bases, and all-reduces of many parts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,21 @@ def warm_start(q: Tensor, seed: int, name: str, rank: int) -> Tensor:
     keys = [Key.of(seed, name, 0, row).mixed() for row in range(len(q), rank)]
     fresh = [2.0 * kernels.uniform(key, q.shape[1], q.device)[None] - 1.0 for key in keys]
     return torch.cat([q[:rank], *fresh])
+
+
+def bases(ps: list[Tensor]) -> list[Tensor]:
+    """Orthonormal rows that span those of each P' (r, n), whatever its rank; unit vectors if it is zero.
+
+    Matrices of one shape go through the decomposition together.
+    """
+    alike: dict[torch.Size, list[int]] = {}
+    for i, p in enumerate(ps):
+        alike.setdefault(p.shape, []).append(i)
+    bases = dict[int, Tensor]()
+    for members in alike.values():
+        q = kernels.low_rank.orthonormal(torch.stack([ps[i].t() for i in members]))
+        bases |= zip(members, q.mT.contiguous(), strict=True)
+    return [bases[i] for i in range(len(ps))]
 
 
 def all_reduce_parts(parts: list[Tensor], comm: Communicator, clock: Clock) -> Callable[[], list[Tensor]]:

@@ -43,7 +43,7 @@ from ..base import (
     copy_changed,
     result_buffers,
 )
-from .matrices import all_reduce_parts, columns, gains, warm_start
+from .matrices import all_reduce_parts, bases, columns, gains, warm_start
 
 
 def _load_q(state: PowerSGDState, q: dict[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -218,7 +218,7 @@ class PowerSGD(Averager):
         sums = all_reduce_parts([*own_ps, *(d.x for d in dense)], comm, clock)()
         rows, xs = [len(m.target) for m in matrices], [m.x for m in matrices]
         with clock("encode"):
-            ps = _bases(sums[: len(matrices)])
+            ps = bases(sums[: len(matrices)])
             own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
         wait = all_reduce_parts(own_qs, comm, clock)
         with clock("encode"):  # while the all-reduce runs
@@ -248,21 +248,6 @@ class PowerSGD(Averager):
             others = kernels.all_finite(outs[len(matrices) :])
             finite = kernels.flags.all_of([finite, others, copy_changed(outs, targets)])
             state.finite = kernels.flags.both(state.finite, finite)
-
-
-def _bases(ps: list[Tensor]) -> list[Tensor]:
-    """Orthonormal rows that span those of each P' (r, n), whatever its rank; unit vectors if it is zero.
-
-    Matrices of one shape go through the decomposition together.
-    """
-    alike: dict[torch.Size, list[int]] = {}
-    for i, p in enumerate(ps):
-        alike.setdefault(p.shape, []).append(i)
-    bases = dict[int, Tensor]()
-    for members in alike.values():
-        q = kernels.low_rank.orthonormal(torch.stack([ps[i].t() for i in members]))
-        bases |= zip(members, q.mT.contiguous(), strict=True)
-    return [bases[i] for i in range(len(ps))]
 
 
 def _rescaled(q: Tensor, old: Tensor) -> Tensor:

@@ -6,7 +6,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -15,9 +17,14 @@ from torch import nn
 
 from ...average import Averager
 from ...codec import Codec
+from ...comm import LocalWorld
+from ...comm.local_world import LocalCommunicator
+from ...memory import ErrorFeedback
 from ...plan import Method, Network, Speeds, methods
-from ...plan.averagers import parts_of
+from ...plan.averagers import multiplies, parts_of, topology_of
 from ...plan.measure import Effort, measure_lines
+from ...plan.predict import tensors_of
+from ...plan.sized import MEMORY, after_warm_ups
 from ...plan.speeds import CopyShare
 from .codecs import measure
 from .workers import joined
@@ -28,7 +35,7 @@ REPETITIONS = 5
 
 
 def measured_speeds(numel: int, others: Sequence[Method] = ()) -> Speeds:
-    """The codecs of all methods on this machine, on one bucket of random numbers.
+    """The codecs and averagers of low rank of all methods on this machine, and error feedback, on one bucket of random numbers.
 
     Args:
         numel: elements of the model. A small one is a bucket of its own, and each call then costs more per element.
@@ -37,15 +44,58 @@ def measured_speeds(numel: int, others: Sequence[Method] = ()) -> Speeds:
     numel = min(numel, BUCKET)
     x = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     # 2 per node => hierarchical methods too
-    averagers = [method.strategy.averager for method in [*methods(2), *others]]
-    parts = [part for averager in averagers if isinstance(averager, Averager) for part in parts_of(averager).values()]
+    found = [method.strategy.averager for method in [*methods(2), *others]]
+    averagers = [after_warm_ups(averager) for averager in found if isinstance(averager, Averager)]
+    parts = [part for averager in averagers for part in parts_of(averager).values()]
     codecs = {repr(part): part for part in parts if isinstance(part, Codec)}
     shares, copies = dict(Speeds().shares), []
     for name, codec in codecs.items():
         copy_seconds, encode_seconds, decode_seconds, _ = measure(codec, x, REPETITIONS)
         copies.append(copy_seconds)
         shares[name] = CopyShare(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
+    shares[MEMORY] = _of_memory(x, median(copies))
+    for averager in filter(multiplies, averagers):
+        with suppress(ValueError):  # a topology of another number of workers
+            shares[repr(averager)] = measure_low_rank(averager, numel, REPETITIONS)
     return Speeds(4 * numel / median(copies), shares)
+
+
+def _of_memory(x: torch.Tensor, copy_seconds: float) -> CopyShare:
+    memory, seconds = ErrorFeedback(), []
+    state = memory.init([("x", x)])
+    for _ in range(1 + REPETITIONS):
+        start = time.perf_counter()
+        memory.compensate(state, "x", x)
+        seconds.append(time.perf_counter() - start)
+    return CopyShare(copy_seconds / median(seconds[1:]), 1.0)
+
+
+def measure_low_rank(averager: Averager, numel: int, repetitions: int) -> CopyShare:
+    """How fast `step` is, and what follows it, in processor time of the calling thread.
+
+    A gossip averager has its neighbours among four workers.
+    """
+    size = 1 if topology_of(averager) is None else 4
+    return LocalWorld(size).run(_steps, averager, numel, repetitions)[0]
+
+
+def _steps(comm: LocalCommunicator, averager: Averager, numel: int, repetitions: int) -> CopyShare:
+    generator = torch.Generator().manual_seed(comm.rank)
+    tensors = [(f"t{i}", torch.randn(shape, generator=generator)) for i, shape in enumerate(tensors_of(numel))]
+    source, target = torch.randn(numel, generator=generator), torch.empty(numel)
+    state, rows = averager.init(tensors, comm), []
+    for _ in range(2 + repetitions):  # the first ones allocate memory
+        times = [time.thread_time()]
+        target.copy_(source)
+        times.append(time.thread_time())
+        handle = averager.step(state, tensors, comm)
+        times.append(time.thread_time())
+        handle.wait()
+        averager.commit(state)
+        times.append(time.thread_time())
+        rows.append([after - before for before, after in pairwise(times)])
+    copy, step, wait = (median(column) for column in zip(*rows[2:], strict=True))
+    return CopyShare(copy / step, copy / wait)
 
 
 def measured_network(network: Network) -> Network:
