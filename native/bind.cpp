@@ -120,6 +120,9 @@ void def_quantizers(nb::module_& m) {
     m.def("sign_decode_add", &sign_decode_add, "payload"_a, "outs"_a, "weight"_a, Unlocked());
     m.def("onebit_encode", &onebit_encode, "xs"_a, "out"_a, "bucket_size"_a, "residuals"_a, Unlocked());
     m.def("onebit_decode_add", &onebit_decode_add, "payload"_a, "outs"_a, "weight"_a, "bucket_size"_a, Unlocked());
+    m.def("bin_means_encode", &bin_means_encode, "xs"_a, "out"_a, "bits"_a, "bucket_size"_a, "residuals"_a, Unlocked());
+    m.def("bin_means_decode_add", &bin_means_decode_add, "payload"_a, "outs"_a, "weight"_a, "bits"_a, "bucket_size"_a,
+          Unlocked());
     m.def("cast_encode", &cast_encode_as, "xs"_a, "out"_a, "type"_a, "residuals"_a, Unlocked());
     m.def("cast_decode_add", &cast_decode_add_as, "payload"_a, "outs"_a, "weight"_a, "type"_a, Unlocked());
     m.def("ternary_scales", &ternary_scales, "xs"_a, "clip"_a, "bucket_size"_a, "scales"_a, Unlocked());

@@ -85,6 +85,12 @@ void sign_decode_add(Payload payload, const Outputs& outs, float weight);
 void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Outputs& residuals);
 void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size);
 
+// ---- bin_means ----
+
+// The means of 2^bits bins for each bucket of all segments, then the codes.
+void bin_means_encode(const Inputs& xs, Bytes out, int bits, size_t bucket_size, const Outputs& residuals);
+void bin_means_decode_add(Payload payload, const Outputs& outs, float weight, int bits, size_t bucket_size);
+
 // ---- cast ----
 
 // Values of all segments; for the 8-bit types a float32 scale for each segment before them.

@@ -97,6 +97,13 @@ Data two_means(size_t bucket_size) {
         [&](Payload payload, const Outputs& outs) { onebit_decode_add(payload, outs, kWeight, bucket_size); });
 }
 
+Data bin_means(int bits, size_t bucket_size) {
+    return round_trip(
+        codes_nbytes({bits, bucket_size, false}, sizeof(float) << bits),
+        [&](Bytes out, const Outputs& rest) { bin_means_encode(kGradients.inputs(), out, bits, bucket_size, rest); },
+        [&](Payload payload, const Outputs& outs) { bin_means_decode_add(payload, outs, kWeight, bits, bucket_size); });
+}
+
 Data rounded(FloatType type) {
     const bool wide = type == FloatType::kBFloat16 || type == FloatType::kFloat16;
     const size_t elements = static_cast<size_t>(sum(kNumels));
@@ -260,6 +267,7 @@ std::vector<Named> cases() {
     all.push_back({"sign, fixed scale", [] { return signs(0.5f); }});
     for (const size_t size : {size_t{512}, size_t{1} << 30}) {
         all.push_back({"onebit", [=] { return two_means(size); }});
+        for (const int bits : {1, 2, 3, 8}) all.push_back({"bin_means", [=] { return bin_means(bits, size); }});
         for (const int base : {3, 5, 17}) all.push_back({"ternary", [=] { return ternary(base, size, 2.5f); }});
     }
     for (const auto type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kE4M3, FloatType::kE5M2})

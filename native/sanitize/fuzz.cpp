@@ -123,6 +123,12 @@ void add_signs_and_casts(Targets& targets, const Shape& shape, const Floats& xs)
                            Floats outs(shape.numels);
                            onebit_decode_add(payload, outs.outputs(), 0.5f, 30);
                        }});
+    Message bins((sizeof(float) << 3) * num_buckets(shape, 30) + codes_nbytes(shape, 3));
+    bin_means_encode(xs.inputs(), bins.bytes(), 3, 30, {});
+    targets.push_back({"bin_means", bytes_of(bins), [=](Payload payload) {
+                           Floats outs(shape.numels);
+                           bin_means_decode_add(payload, outs.outputs(), 0.5f, 3, 30);
+                       }});
     for (const auto type : {FloatType::kBFloat16, FloatType::kFloat16, FloatType::kE4M3, FloatType::kE5M2}) {
         const bool wide = type == FloatType::kBFloat16 || type == FloatType::kFloat16;
         Message message(codes_nbytes(shape, wide ? 16 : 8) + (wide ? 0 : 4 * shape.numels.size()));

@@ -85,6 +85,19 @@ def test_onebit_backends_agree(xs, bucket_size, fixed):
     assert_backends_agree(compute)
 
 
+@settings(max_examples=50)
+@given(segments(), st.sampled_from([1, 2, 3, 8]), st.sampled_from([None, 1, 3, 100, 512, 5000]))
+def test_bin_means_backends_agree(xs, bits, bucket_size):
+    def compute():
+        work, outs = clones(xs), clones(xs)
+        payload = torch.empty(kernels.bin_means.nbytes([x.numel() for x in xs], bits, bucket_size), dtype=torch.uint8)
+        kernels.bin_means.encode(work, payload, bits, bucket_size, work)
+        kernels.bin_means.decode_add(payload, outs, 0.3, bits, bucket_size)
+        return [payload, *work, *outs]
+
+    assert_backends_agree(compute)
+
+
 def gaussian(numel: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(numel, generator=torch.Generator().manual_seed(seed))
 

@@ -7,6 +7,7 @@ One file per family: its checked functions, its records and its reference in pla
 | `quantize` | stochastic quantization to evenly spaced levels |
 | `levels` | stochastic quantization to any levels |
 | `sign`, `onebit` | a bit per element, with one scale per segment or two means per bucket |
+| `bin_means` | a few bits per element, and the mean of each bin of a bucket |
 | `ternary` | -1, 0 and 1 times a scale |
 | `cast` | shorter float types |
 | `select` | top-k, above a threshold, top-k in chunks |
@@ -29,6 +30,7 @@ layouts are documented in `docs/wire.md`.
 """
 
 from . import (
+    bin_means,
     cast,
     difference,
     entropy,
@@ -62,6 +64,7 @@ from .reduce import all_finite
 __all__ = [
     "Flag",
     "all_finite",
+    "bin_means",
     "cast",
     "difference",
     "entropy",

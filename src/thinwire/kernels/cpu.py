@@ -16,6 +16,7 @@ from torch import Tensor
 from .. import debug
 from . import (
     _native,
+    bin_means,
     cast,
     difference,
     entropy,
@@ -93,6 +94,8 @@ def _call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 # These C++ functions take the reference's arguments, in its order.
 SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
+    bin_means._encode: _native.bin_means_encode,
+    bin_means._decode_add: _native.bin_means_decode_add,
     cast._encode: _native.cast_encode,
     cast._decode_add: _native.cast_decode_add,
     difference._choco_add: _native.choco_decode_add,

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
 from torch import Tensor
 
-from ... import debug, kernels
+from ... import kernels
 from ...options import require_integer
 from ..base import Codec
 from ..traits import Traits
@@ -57,56 +56,15 @@ class BinMeans(Codec):
         return Traits(bucket_size=self.bucket_size)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
-        made = []
-        for i, x in enumerate(segments):
-            bins, means = self._split(x)
-            words = debug.empty(kernels.words.nbytes(x.numel(), self.bits), dtype=torch.uint8, device=x.device)
-            # Bins are numbered over all buckets; a code names one inside its bucket.
-            kernels.words.encode((bins % (1 << self.bits)).to(torch.int32), [bins.numel()], self.bits, words)
-            made.append((means, words))
-            if residuals is not None:
-                torch.sub(x, means[bins], out=residuals[i])
-        return torch.cat([*(means.view(torch.uint8) for means, _ in made), *(words for _, words in made)])
+        payload = self._empty_payload(segments)
+        kernels.bin_means.encode(segments, payload, self.bits, self.bucket_size, residuals)
+        return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        counts = [self._num_means(out.numel()) for out in outs]
-        num_words = [kernels.words.nbytes(out.numel(), self.bits) for out in outs]
-        head, words = payload.split([4 * sum(counts), sum(num_words)])
-        all_means = kernels.payload_as(head, torch.float32).split(counts)
-        for out, means, part in zip(outs, all_means, words.split(num_words), strict=True):
-            codes = kernels.words.decode(part, [out.numel()], self.bits).long()
-            out.add_(means[codes + self._first_bins(out)], alpha=weight)
+        kernels.bin_means.decode_add(payload, outs, weight, self.bits, self.bucket_size)
 
     def segments_nbytes(self, numels: list[int]) -> int:
-        return sum(map(sum, map(self.section_nbytes, numels)))
+        return kernels.bin_means.nbytes(numels, self.bits, self.bucket_size)
 
     def section_nbytes(self, size: int) -> tuple[int, ...]:
-        return 4 * self._num_means(size), kernels.words.nbytes(size, self.bits)
-
-    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The bin of each element, counted over all buckets, and the float32 mean of every bin."""
-        bucket = self._first_bins(x) >> self.bits
-        bins, thresholds = bucket, x.new_zeros(self._num_buckets(x.numel()))
-        for bit in range(self.bits):
-            bins = 2 * bins + (x >= thresholds[bins])  # NaN goes to the lower bin, and makes its mean NaN
-            thresholds = _means(x, bins, self._num_buckets(x.numel()) << (bit + 1))
-        return bins, thresholds
-
-    def _num_buckets(self, numel: int) -> int:
-        return -(-numel // (self.bucket_size or max(1, numel)))
-
-    def _num_means(self, numel: int) -> int:
-        return self._num_buckets(numel) << self.bits
-
-    def _first_bins(self, x: Tensor) -> Tensor:
-        """For each element, the number of the first bin of its bucket."""
-        place = torch.arange(x.numel(), device=x.device)
-        return (place // (self.bucket_size or max(1, x.numel()))) << self.bits
-
-
-def _means(x: Tensor, bins: Tensor, num_bins: int) -> Tensor:
-    """The float32 mean of each bin, from sums in float64; 0 for an empty one."""
-    sums = torch.zeros(num_bins, dtype=torch.float64, device=x.device).index_add_(0, bins, x.double())
-    counts = torch.bincount(bins, minlength=num_bins)
-    means: Tensor = (sums / counts.clamp(min=1)).float()
-    return means
+        return self._head_and_rest((4 << self.bits) * kernels.num_buckets([size], self.bucket_size), size)
