@@ -17,9 +17,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 import thinwire as tw
 from thinwire import kernels
-from thinwire.algorithm import Algorithm
 from thinwire.codec import Key
-from thinwire.codec.compose.transform import Transformed
 from thinwire.kernels import flags
 
 pytestmark = pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
@@ -34,26 +32,16 @@ EXCEPTIONS = {
     tw.codec.SVD: "the solver waits",
     tw.codec.Float4: "uploads its table of levels",
     tw.codec.Dynamic8: "uploads its table of levels",
-    tw.codec.DCT: "uploads its matrix",
 }
 
 
-def kinds(codec: tw.codec.Codec) -> list[type[Algorithm]]:
-    """Its type, and that of its transform."""
-    return [type(codec), *([type(codec.transform)] if isinstance(codec, Transformed) else [])]
-
-
 def waits(codec: tw.codec.Codec) -> bool:
-    return (
-        not codec.traits.fixed_size
-        or any(kind in EXCEPTIONS for kind in kinds(codec))
-        or any(map(waits, codec.parts()))
-    )
+    return not codec.traits.fixed_size or type(codec) in EXCEPTIONS or any(map(waits, codec.parts()))
 
 
-def exception(kind: type[Algorithm]) -> tw.codec.Codec:
+def exception(kind: type[tw.codec.Codec]) -> tw.codec.Codec:
     """The first codec of a kind in `EXCEPTIONS`."""
-    return next(codec for codec in CODECS if kind in kinds(codec))
+    return next(codec for codec in CODECS if type(codec) is kind)
 
 
 WAITLESS = [codec for codec in CODECS if not waits(codec)]

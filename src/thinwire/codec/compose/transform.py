@@ -142,12 +142,12 @@ class DCT(Transform):
     """
 
     def _tile(self, tiles: Tensor) -> Tensor:
-        left, right = (_basis(n).to(tiles.device) for n in tiles.shape[2:])
+        left, right = (_basis(n, tiles.device) for n in tiles.shape[2:])
         product: Tensor = (left @ tiles.double() @ right.t()).float()
         return product
 
     def _untile(self, tiles: Tensor) -> Tensor:
-        left, right = (_basis(n).to(tiles.device) for n in tiles.shape[2:])
+        left, right = (_basis(n, tiles.device) for n in tiles.shape[2:])
         product: Tensor = (left.t() @ tiles.double() @ right).float()
         return product
 
@@ -240,13 +240,13 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 
 @lru_cache(maxsize=32)
-def _basis(n: int) -> Tensor:
+def _basis(n: int, device: torch.device) -> Tensor:
     """The orthonormal DCT-II matrix (n, n) in float64, one frequency a row."""
     k = torch.arange(n, dtype=torch.float64, device="cpu")[:, None]
     i = torch.arange(n, dtype=torch.float64, device="cpu")[None]
     basis = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
     basis[0] /= math.sqrt(2)
-    return basis
+    return basis.to(device)
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
