@@ -101,7 +101,7 @@ class Codec(Algorithm, ABC):
         if residuals is not None:
             _check_residuals(segments, residuals)
             # Views, because codecs write into the caller's memory.
-            residuals = [r.view(s.shape) for r, s in zip(residuals, segments, strict=True)]
+            residuals = [r.view_as(s) for r, s in zip(residuals, segments, strict=True)]
         payload = self.encode_segments(segments, [k.mixed() for k in keys], residuals)
         # In every round, so the message is built only when it is raised.
         if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:

@@ -69,8 +69,7 @@ class ErrorFeedback(Memory):
     def compensate(self, state: ErrorFeedbackState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
         x = state.spare[name]
         # Added in the gradient's shape: a gradient that is not contiguous needs no flat copy.
-        shape = gradient.shape
-        torch.add(state.residual[name].view(shape), gradient, alpha=1.0 / scale, out=x.view(shape))
+        torch.add(state.residual[name].view_as(gradient), gradient, alpha=1.0 / scale, out=x.view_as(gradient))
         state.pending.add(name)
         return x
 

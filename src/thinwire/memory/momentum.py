@@ -95,7 +95,7 @@ class Momentum(Memory):
         update = self._update(u, mean.reshape(-1).float(), scale)
         state.pending.append(u)
         # Momentum is unscaled, and the result has the loss scale that `mean` came with.
-        mean.copy_((update * scale).view(mean.shape))
+        mean.copy_((update * scale).view_as(mean))
 
     def commit(self, state: MomentumState) -> None:
         for pair in state.pending:

@@ -69,7 +69,7 @@ class Shift(Memory):
             difference = mean.reshape(-1) / scale
             # Not in place: a discarded round must leave h as it was.
             state.pending_mean[name] = torch.add(state.mean[name], difference, alpha=self.rate)
-            mean.copy_(((state.mean[name] + difference) * scale).view(mean.shape))
+            mean.copy_(((state.mean[name] + difference) * scale).view_as(mean))
 
     def commit(self, state: ShiftState) -> None:
         for name in state.pending:

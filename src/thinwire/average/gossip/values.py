@@ -56,7 +56,7 @@ def move(tensors: NamedTensors, dtype: torch.dtype, apply: Apply) -> kernels.Fla
     targets = [t.detach() for _, t in tensors]
     parts = [_view(t) if _is_plain(t, dtype) else torch.zeros(t.numel(), dtype=dtype, device=t.device) for t in targets]
     finite = apply(parts)
-    moved = [t if _is_plain(t, dtype) else t + part.view(t.shape) for t, part in zip(targets, parts, strict=True)]
+    moved = [t if _is_plain(t, dtype) else t + part.view_as(t) for t, part in zip(targets, parts, strict=True)]
     return kernels.flags.both(finite, copy_changed(moved, targets))
 
 

@@ -540,4 +540,4 @@ def _shares(state: MeanState, comm: Communicator) -> Shares:
 
 
 def _shaped(flat: list[Tensor], like: list[Tensor]) -> list[Tensor]:
-    return [x.view(t.shape) for x, t in zip(flat, like, strict=True)]
+    return [x.view_as(t) for x, t in zip(flat, like, strict=True)]

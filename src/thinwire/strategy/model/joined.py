@@ -35,7 +35,7 @@ def exchange_joined(
         started.append((group, start(torch.cat(parts) if len(parts) > 1 else parts[0])))
     for group, handle in started:
         for t, part in zip(group, handle.wait().split([t.numel() for t in group]), strict=True):
-            write(t, part.view(t.shape))
+            write(t, part.view_as(t))
 
 
 def average_exactly(tensors: Iterable[Tensor], comm: Communicator) -> None:

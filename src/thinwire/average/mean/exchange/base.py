@@ -489,7 +489,7 @@ def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
     """Views of consecutive pieces of `flat`, in the shapes of `parts`."""
     pieces = flat.split([p.numel() for p in parts])
-    return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
+    return [piece.view_as(part) for piece, part in zip(pieces, parts, strict=True)]
 
 
 def flat_segments(tensors: Sequence[Tensor], merged: bool) -> list[Tensor]:

@@ -232,7 +232,7 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
         return mean
     names = [job.names[i] for i in positions]
     return [
-        OWNER_MEMORY.compensate(job.owner_memory, name, m).view(m.shape) for name, m in zip(names, mean, strict=True)
+        OWNER_MEMORY.compensate(job.owner_memory, name, m).view_as(m) for name, m in zip(names, mean, strict=True)
     ]
 
 
