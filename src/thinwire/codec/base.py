@@ -401,7 +401,7 @@ def _numel_of(tensors: Sequence[Tensor]) -> int:
 
 def _float32(x: Tensor) -> Tensor:
     if x.dtype == torch.float32 and x.is_contiguous():  # the usual case, in fewer calls
-        return x.detach()
+        return x.detach() if x.requires_grad else x
     if not x.is_floating_point():
         raise ValueError(f"only float tensors can be encoded, got {x.dtype}; convert it first")
     return x.detach().to(torch.float32).contiguous()

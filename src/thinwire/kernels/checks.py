@@ -54,7 +54,12 @@ def segments(
     for i, t in enumerate(tensors):
         if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
             vector(f"{name}[{i}]", t, dtype, device)  # raises; called here alone, it costs less
-    return list(map(Tensor.detach, tensors))
+    return detached(tensors)
+
+
+def detached(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The tensors themselves; views of those that require a gradient."""
+    return [t.detach() if t.requires_grad else t for t in tensors]
 
 
 def segments_alike(

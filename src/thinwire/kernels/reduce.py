@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import debug
 from .backend import kernel
-from .checks import device_of, numels_of, segments
+from .checks import detached, device_of, numels_of, segments
 from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
 
@@ -27,10 +27,10 @@ def all_finite(tensors: Sequence[Tensor]) -> Flag:
         >>> all_finite([torch.ones(3), torch.tensor([float("inf")])])
         False
     """
-    tensors, device = [t.detach() for t in tensors], device_of(tensors)
-    if any(t.dtype != torch.float32 or not t.is_contiguous() or t.device != device for t in tensors):
+    device = device_of(tensors)
+    if any([t.dtype != torch.float32 or not t.is_contiguous() or t.device != device for t in tensors]):
         return finite(tensors)
-    return _all_finite.on[device.type]([t.view(-1) for t in tensors])
+    return _all_finite.on[device.type]([t.view(-1) for t in detached(tensors)])
 
 
 def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
