@@ -101,7 +101,7 @@ class Codec(Algorithm, ABC):
         if residuals is not None:
             _check_residuals(segments, residuals)
             # Views, because codecs write into the caller's memory.
-            residuals = [r.view_as(s) for r, s in zip(residuals, segments, strict=True)]
+            residuals = segments if residual is x else [r.view_as(s) for r, s in zip(residuals, segments, strict=True)]
         payload = self.encode_segments(segments, [k.mixed() for k in keys], residuals)
         # In every round, so the message is built only when it is raised.
         if not isinstance(payload, Tensor) or payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -290,7 +290,7 @@ class Codec(Algorithm, ABC):
 
     def seen(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Contiguous tensors as this codec sees segments: as they are if it needs shapes, else views as vectors."""
-        return list(tensors) if self.traits.needs_shape else [t.view(-1) for t in tensors]
+        return list(tensors) if self.traits.needs_shape else [t.flatten() for t in tensors]
 
     def _head_and_rest(self, head: int, size: int) -> tuple[int, int]:
         """The sections of a segment that begins with `head` bytes of numbers, such as scales."""

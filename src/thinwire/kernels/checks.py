@@ -91,8 +91,10 @@ def checked_encoder(
 ) -> tuple[list[Tensor], Tensor, list[Tensor] | None]:
     """Check segments, the buffer for their payload of `nbytes` bytes, and residuals, if any; return them detached."""
     device = device_of(xs, out)
-    checked = segments("xs", xs, device), payload_bytes("out", out, nbytes, device)
-    return *checked, None if residuals is None else segments_alike("residuals", residuals, xs, device)
+    checked, payload = segments("xs", xs, device), payload_bytes("out", out, nbytes, device)
+    if residuals is None:
+        return checked, payload, None
+    return checked, payload, checked if residuals is xs else segments_alike("residuals", residuals, xs, device)
 
 
 def checked_payload(payload: Tensor, outs: Sequence[Tensor], nbytes: int) -> tuple[Tensor, list[Tensor]]:

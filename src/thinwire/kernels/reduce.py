@@ -30,7 +30,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Flag:
     device = device_of(tensors)
     if any([t.dtype != torch.float32 or not t.is_contiguous() or t.device != device for t in tensors]):
         return finite(tensors)
-    return _all_finite.on[device.type]([t.view(-1) for t in detached(tensors)])
+    return _all_finite.on[device.type]([t.flatten() for t in detached(tensors)])
 
 
 def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:

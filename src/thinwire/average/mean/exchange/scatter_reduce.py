@@ -231,9 +231,7 @@ def _compensate(job: Job, positions: list[int], mean: list[Tensor]) -> list[Tens
     if job.owner_memory is None:
         return mean
     names = [job.names[i] for i in positions]
-    return [
-        OWNER_MEMORY.compensate(job.owner_memory, name, m).view_as(m) for name, m in zip(names, mean, strict=True)
-    ]
+    return [OWNER_MEMORY.compensate(job.owner_memory, name, m).view_as(m) for name, m in zip(names, mean, strict=True)]
 
 
 def _split(tensors: list[Tensor], job: Job) -> list[Shard]:
