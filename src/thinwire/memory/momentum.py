@@ -160,17 +160,19 @@ class MomentumCorrection(Momentum):
         return CorrectionState(pairs(tensors), pairs(dense), velocity=pairs(tensors))
 
     def compensate(self, state: CorrectionState, name: str, gradient: Tensor, scale: float = 1.0) -> Tensor:
-        kernels.momentum.correct(self._buffers(state, [(name, gradient)]), self._rule(scale))
-        return state.velocity[name].spare
+        (x,), _ = self.compensate_all(state, [(name, gradient)], scale)
+        return x
 
     def compensate_all(
         self, state: CorrectionState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
     ) -> tuple[list[Tensor], Selection | None]:
-        if not counts:
-            return super().compensate_all(state, tensors, scale)
+        rule = kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
         buffers = self._buffers(state, tensors)
-        indices, values = kernels.momentum.correct_topk(buffers, self._rule(scale), counts)
-        return [state.velocity[name].spare for name, _ in tensors], Selection(indices, values, counts)
+        xs = list(buffers.new_vs)
+        if counts:
+            return xs, Selection(*kernels.momentum.correct_topk(buffers, rule, counts), counts)
+        kernels.momentum.correct(buffers, rule)
+        return xs, None
 
     def masked(self, state: CorrectionState, name: str) -> Tensor:
         # The spare buffer, so that a discarded round leaves u as it was.
@@ -181,9 +183,6 @@ class MomentumCorrection(Momentum):
         if self.nesterov:
             return torch.mul(u.kept + g, self.momentum, out=u.spare) + g
         return torch.add(u.kept * self.momentum, g, out=u.spare)
-
-    def _rule(self, scale: float) -> kernels.momentum.Momentum:
-        return kernels.momentum.Momentum(self.momentum, 1.0 / scale, self.nesterov)
 
     def _buffers(self, state: CorrectionState, tensors: NamedTensors) -> kernels.momentum.Buffers:
         """Gradients, u and v as flat segments, and the buffers for the new u and v."""
