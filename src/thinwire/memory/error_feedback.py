@@ -96,7 +96,7 @@ class ErrorFeedback(Memory):
         """Flat gradients, their committed memory, and the buffers for the values to send, which become pending."""
         names = [name for name, _ in tensors]
         state.pending.update(names)
-        gradients = [g.detach().reshape(-1).float().contiguous() for _, g in tensors]
+        gradients = [g.ravel().float() for _, g in tensors]
         return gradients, [state.residual[name] for name in names], [state.spare[name] for name in names]
 
     def commit(self, state: ErrorFeedbackState) -> None:

@@ -189,7 +189,7 @@ class MomentumCorrection(Momentum):
         us, vs = [state.momentum[name] for name, _ in tensors], [state.velocity[name] for name, _ in tensors]
         # Both are swapped by one commit, or neither.
         state.pending += us + vs
-        flat = [g.detach().reshape(-1).float().contiguous() for _, g in tensors]
+        flat = [g.ravel().float() for _, g in tensors]
         return kernels.momentum.Buffers(
             flat, [u.kept for u in us], [v.kept for v in vs], [u.spare for u in us], [v.spare for v in vs]
         )

@@ -134,7 +134,7 @@ class Job:
                 payload = self.codec.encode(segments, used, residuals)
             else:
                 # Memory has selected, so there is one, and the segments receive their residuals.
-                flat = [s.view(-1) for s in segments]
+                flat = [s.flatten() for s in segments]
                 payload = sparse.encode_topk(self.selection, flat, [key.mixed() for key in used], flat)
             # Merged segments are copies, so their residuals go back into the tensors.
             if self.merged and self.keep_residual:
@@ -483,7 +483,7 @@ def flatten(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     """A new float32 vector of all elements."""
     if not parts:
         return torch.empty(0, dtype=torch.float32, device=device)
-    return torch.cat([t.reshape(-1).to(torch.float32) for t in parts])
+    return torch.cat([t.ravel().float() for t in parts])
 
 
 def split_like(flat: Tensor, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -496,7 +496,7 @@ def flat_segments(tensors: Sequence[Tensor], merged: bool) -> list[Tensor]:
     """One vector of all elements, a copy, if `merged`; else each tensor as a float32 vector, a view if possible."""
     if merged:
         return [flatten(tensors, tensors[0].device)] if tensors else []
-    return [t.reshape(-1).to(torch.float32).contiguous() for t in tensors]
+    return [t.ravel().float() for t in tensors]
 
 
 def store_segments(segments: Sequence[Tensor], tensors: Sequence[Tensor], merged: bool) -> None:
