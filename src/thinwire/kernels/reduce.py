@@ -72,8 +72,8 @@ def sum_payloads(
     Returns:
         Whether the whole result is finite.
     """
-    for out in outs:
-        out.zero_()
+    if outs:
+        torch._foreach_zero_(outs)
     for payload in payloads:
         decode_add(payload, outs, weight, *args, **kwargs)
     return all_finite(outs)

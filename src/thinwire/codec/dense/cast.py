@@ -30,8 +30,8 @@ class Identity(Codec):
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         # `cat` copies a single segment too, so that a residual in the same memory can be cleared.
         payload = torch.cat(segments).view(torch.uint8)
-        for r in residuals or []:
-            r.zero_()
+        if residuals:
+            torch._foreach_zero_(residuals)
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:

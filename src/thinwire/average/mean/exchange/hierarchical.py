@@ -89,9 +89,8 @@ class HierarchicalReduce(Exchange):
 def take(job: Job) -> Tensor:
     """A copy of all that this worker contributes to its node; with a memory, the leader's alone keeps what is lost."""
     own = flatten([*job.tensors, job.dense], job.dense.device)
-    if job.keep_residual:
-        for x in job.tensors:
-            x.zero_()
+    if job.keep_residual and job.tensors:
+        torch._foreach_zero_(job.tensors)
     return own
 
 

@@ -326,8 +326,8 @@ class SparseReduction:
 def leave(summed: Summed, layout: Regions, totals: list[Tensor], dense_total: Tensor, job: Job) -> Flag:
     """Put the mean into `totals` and `dense_total`; returns whether `totals` is finite."""
     segments = flat_segments(totals, job.merged)
-    for segment in segments:
-        segment.zero_()
+    if segments:
+        torch._foreach_zero_(segments)
     indices, counts = layout.of_kept(summed.positions)
     kernels.scatter.add(segments, indices, summed.values, counts, job.scale / job.comm.size)
     store_segments(segments, totals, job.merged)
