@@ -277,7 +277,7 @@ def _not_of_init(averager: Averager, shapes: Mapping[str, torch.Size], tensors: 
 
 
 def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
-    """Copy each result into its tensor, unless they are the same memory; autograd learns that all tensors have changed.
+    """Copy each result into its tensor, unless it is the tensor itself; autograd learns that all tensors have changed.
 
     Returns:
         Whether what was written into narrower types is finite: a finite float32 value may be infinite in float16. Types
@@ -290,8 +290,8 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
     """
     # `result_buffers` may have given out the tensor itself. Kernels write it through its address, which autograd does not see.
     pairs = list(zip(tensors, results, strict=True))
-    torch.autograd.graph.increment_version([t for t, result in pairs if result.data_ptr() == t.data_ptr()])
-    copied = [(t, result) for t, result in pairs if result.data_ptr() != t.data_ptr()]
+    torch.autograd.graph.increment_version([t for t, result in pairs if result is t])
+    copied = [(t, result) for t, result in pairs if result is not t]
     if copied:
         torch._foreach_copy_([t for t, _ in copied], [result for _, result in copied])
     return kernels.all_finite([t for t, result in copied if torch.promote_types(t.dtype, result.dtype) != t.dtype])
