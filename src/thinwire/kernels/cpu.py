@@ -88,8 +88,10 @@ _conversion = _CONVERSIONS.get
 
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a C++ function with converted arguments."""
-    return function(*[convert(a) if (convert := _conversion(type(a))) else a for a in arguments])
+    """Call a C++ function with converted arguments; residuals that are the segments are converted once."""
+    distinct = {id(a): a for a in arguments}
+    made = {at: convert(a) if (convert := _conversion(type(a))) else a for at, a in distinct.items()}
+    return function(*[made[id(a)] for a in arguments])
 
 
 # These C++ functions take the reference's arguments, in its order.
@@ -151,8 +153,8 @@ for _kernel, _function, _factors in (
 
 @sign._encode.runs_on("cpu")
 def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
-    # Not with `_call`, which would turn a missing scale into an empty list.
-    _native.sign_encode(_arrays(xs), out.numpy(), _arrays(residuals), fixed_scale)
+    # Without the scale, which `_call` would turn into an empty list where it is missing.
+    _call(partial(_native.sign_encode, fixed_scale=fixed_scale), xs, out, residuals)
 
 
 def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:
