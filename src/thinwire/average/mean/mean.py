@@ -280,7 +280,7 @@ class Mean(Averager):
 
     def step(self, state: MeanState, tensors: NamedTensors, comm: Communicator, scale: float = 1.0) -> Handle:
         begin_step(self, state, tensors, comm.rank)
-        targets = [(name, t.detach()) for name, t in tensors]
+        targets = [(name, t.detach() if t.requires_grad else t) for name, t in tensors]
         comm.ledger.count_averaged(sum([t.numel() for _, t in tensors]))
         job, codec = self._job(state, targets, comm, scale)
         # A rule needs each worker's message, which an all-reduce would add up.
