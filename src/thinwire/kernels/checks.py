@@ -51,15 +51,12 @@ def segments(
     name: str, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Check that all tensors are segments of this type on one device; return them detached."""
+    checked = []
     for i, t in enumerate(tensors):
         if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
             vector(f"{name}[{i}]", t, dtype, device)  # raises; called here alone, it costs less
-    return detached(tensors)
-
-
-def detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors themselves; views of those that require a gradient."""
-    return [t.detach() if t.requires_grad else t for t in tensors]
+        checked.append(t.detach() if t.requires_grad else t)
+    return checked
 
 
 def segments_alike(

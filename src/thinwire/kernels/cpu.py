@@ -89,8 +89,10 @@ _conversion = _CONVERSIONS.get
 
 def _call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a C++ function with converted arguments; residuals that are the segments are converted once."""
-    distinct = {id(a): a for a in arguments}
-    made = {at: convert(a) if (convert := _conversion(type(a))) else a for at, a in distinct.items()}
+    made: dict[int, Any] = {}
+    for a in arguments:
+        if id(a) not in made:
+            made[id(a)] = convert(a) if (convert := _conversion(type(a))) else a
     return function(*[made[id(a)] for a in arguments])
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import debug
 from .backend import kernel
-from .checks import detached, device_of, numels_of, segments
+from .checks import device_of, numels_of, segments
 from .flags import Flag, all_of, flag_of
 from .scales import tree_sum
 
@@ -30,7 +30,7 @@ def all_finite(tensors: Sequence[Tensor]) -> Flag:
     device = device_of(tensors)
     if any([t.dtype != torch.float32 or not t.is_contiguous() or t.device != device for t in tensors]):
         return finite(tensors)
-    return _all_finite.on[device.type]([t.flatten() for t in detached(tensors)])
+    return _all_finite.on[device.type]([(t.detach() if t.requires_grad else t).flatten() for t in tensors])
 
 
 def chunk_norms(xs: Sequence[Tensor], chunk: int) -> Tensor:
