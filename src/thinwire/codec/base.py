@@ -198,7 +198,7 @@ class Codec(Algorithm, ABC):
         Args:
             segments: what to encode.
             keys: a 64-bit key of random numbers for each segment.
-            residuals: where given, receive the part that the payload lacks; each may be the segment itself.
+            residuals: where given, receive the part that the payload lacks; may be the segments themselves, in the same list.
         """
 
     @abstractmethod
