@@ -13,11 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from ..algorithm import require
+from ..options import MAX_NUMBER, require_integer
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
+
+NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "seconds")  # of a summary
 
 
 @contextmanager
@@ -68,18 +71,19 @@ def load_json_object(path: Path) -> dict[str, Any]:
         require(isinstance(value, dict), f"expected a JSON object, got {type(value).__name__}")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except ValueError as error:  # of JSON, or of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
     read: dict[str, Any] = value
     return read
 
 
-def read_json(path: Path) -> Any:
-    """The contents of a JSON file, or None if it is missing or not JSON."""
+def read_json(path: Path, kind: type = dict) -> Any:
+    """The contents of a JSON file, or None if it is missing, is not JSON or holds something else."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        value = json.loads(path.read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError):
         return None
+    return value if isinstance(value, kind) else None
 
 
 def load_toml(path: Path) -> dict[str, Any]:
@@ -129,10 +133,41 @@ def check_row(row: Any) -> None:
     require(isinstance(row, dict), f"expected a row of metrics, got {type(row).__name__}")
     step = row.get("step", 0)
     require(isinstance(step, int) and step >= 0, f"step is {step!r}, expected a number from 0 on")
-    wrong = [name for name, value in row.items() if not (name == "levels" or is_number(value))]
+    _check_numbers(row)
+
+
+def check_config(config: dict[str, Any]) -> None:
+    """Check what reports compute with of a configuration. That of an older run may lack it.
+
+    Raises:
+        ValueError: it is empty, or wrong.
+    """
+    require(bool(config), "it is empty")
+    require_integer("workers", config.get("workers", 1), 1)
+
+
+def check_summary(summary: dict[str, Any]) -> None:
+    """Check that the values of a summary are numbers, or null for a run that diverged.
+
+    Raises:
+        ValueError: it is empty, or they are not.
+    """
+    require(bool(summary), "it is empty")
+    final = summary.get("final", {})
+    require(isinstance(final, dict), f"final must be an object, got {final!r}")
+    _check_numbers({key: summary.get(key) for key in (*NUMBERS, "virtual_seconds")} | final)
+
+
+def _check_numbers(values: dict[str, Any]) -> None:
+    """Levels are several; the others, and each of them, are a number or null."""
+    several = [
+        (name, value if name == "levels" and isinstance(value, list) else [value]) for name, value in values.items()
+    ]
+    wrong = [name for name, values in several if not all(map(is_number, values))]
     require(not wrong, f"{', '.join(wrong[:3])} should be a number or null")
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value of a row or a summary is a number, or null as where a run diverged."""
-    return value is None or (isinstance(value, (int, float)) and not isinstance(value, bool))
+    """Whether a value is a number that a float can hold, or null as where a run diverged."""
+    is_plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value is None or (is_plain and abs(value) <= MAX_NUMBER)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 from operator import itemgetter
 from pathlib import Path
@@ -26,6 +27,7 @@ from thinwire.lab.train.folder.run_folder import check_same_run
 SPARSE = "Gradients(Mean(TopK(ratio=0.01), ErrorFeedback()))"
 ACCURACIES = {"Gradients(Mean())": (0.91, 0.93, 0.98), SPARSE: (0.90, 0.95)}
 SENT = {"Gradients(Mean())": 4e8, SPARSE: 1e7}
+HUGE = pytest.param(10**400, id="huge")  # no float can hold it
 
 
 @pytest.fixture
@@ -278,7 +280,49 @@ def test_a_run_with_an_empty_configuration_is_named(tmp_path):
     write_run(tmp_path / "good")
     (write_run(tmp_path / "bad") / "config.json").write_text("{}")
     (problem,) = find([tmp_path]).problems
-    assert problem.text == "config.json does not hold what a run writes; left out"
+    assert problem.text == "config.json does not hold what a run writes: it is empty; left out"
+
+
+@pytest.mark.parametrize("workers", ["x", None, 0, -3, 1.5, True, [1, 2], {"a": 1}, HUGE])
+def test_a_run_whose_number_of_workers_cannot_be_is_left_out(workers, tmp_path):
+    """Figures compare it, divide by it, and draw it on a logarithmic axis."""
+    write_run(tmp_path / "good")
+    write_run(tmp_path / "bad", workers=workers)
+    found = find([tmp_path])
+    (problem,), (run,) = found.problems, found.runs
+    said = "config.json does not hold what a run writes: workers must be an integer"
+    assert problem.text.startswith(said) and problem.text.endswith("; left out")
+    assert (problem.path.name, run.folder.name) == ("bad", "good")
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("loss", math.nan),
+        ("seconds", math.inf),
+        pytest.param("step", 10**400, id="step-huge"),
+        pytest.param("bytes_sent", 10**400, id="bytes_sent-huge"),
+        ("levels", ["x"]),
+        ("levels", [math.nan]),
+    ],
+)
+def test_a_row_of_what_is_no_number_is_left_out(key, value, tmp_path):
+    """JSON has no NaN, and a float cannot hold every integer; what training writes is null."""
+    folder = write_run(tmp_path / "run")
+    kept = (folder / "metrics.jsonl").read_text()
+    (folder / "metrics.jsonl").write_text(kept + json.dumps({"step": 50} | {key: value}) + "\n")
+    found = find([tmp_path])
+    (problem,), (run,) = found.problems, found.runs
+    assert problem.text == "line 5 of metrics.jsonl cannot be read"
+    assert [row["step"] for row in run.rows] == [10, 20, 30, 40]
+
+
+def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path):
+    folder = write_run(tmp_path / "run")
+    for name in ("config.json", "summary.json"):
+        (folder / name).write_text((folder / name).read_text(), encoding="utf-8-sig")
+    found = find([tmp_path])
+    assert found.problems == [] and found.runs[0].finished
 
 
 def test_a_run_that_is_named_twice_counts_once(tmp_path):

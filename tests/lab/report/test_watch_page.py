@@ -120,6 +120,29 @@ def test_the_state_follows_the_files(run, tmp_path):
     assert snapshot(run)["now"] == {}  # before its first row
 
 
+def test_a_run_with_a_damaged_summary_has_not_finished(run, capsys):
+    for text in ("{", "[]", "{}", '{"final": 3}', '{"final": {"test_accuracy": "high"}}'):
+        (run / "summary.json").write_text(text)
+        assert state_of(snapshot(run)) == "summary.json is damaged"
+        assert not snapshot(run)["finished"]
+    assert main(["watch", str(run), "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert "summary.json is damaged" in shown and "50.0 %" in shown  # the numbers of the run are whole
+
+
+@pytest.mark.parametrize("key", ["seconds", "bytes_sent", "wait_seconds", "loss"])
+@pytest.mark.parametrize("place", [-2, -1])
+def test_null_where_a_run_diverged_leaves_out_what_follows_from_it(key, place, run, capsys):
+    rows = [row | {"compute_seconds": 0.5} for row in ROWS]
+    rows[place][key] = None
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    seen = snapshot(run)
+    assert ("megabytes_per_second" in seen["now"]) == (key in ("wait_seconds", "loss"))
+    json.dumps(seen | {"figures": figures(seen)}, allow_nan=False)  # a browser reads no NaN
+    assert main(["watch", str(run), "--once"]) == 0
+    assert "phases of rank 0" in capsys.readouterr().out
+
+
 def test_long_runs_are_thinned(run):
     (run / "metrics.jsonl").write_text("".join(f'{{"step": {step}}}\n' for step in range(10 * MAX_ROWS)))
     rows = snapshot(run)["rows"]

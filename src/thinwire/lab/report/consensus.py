@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..files import is_number, read_json
 from .legend import add_legend
 from .style import GREY, line_style, logarithmic, new_figure, plain_axes, save, styled
 
@@ -30,6 +31,35 @@ SETTING: dict[str, Callable[[Any], str]] = {
     "seed": lambda seed: f"seed {seed}",
 }
 """What a row says of its experiment, in words: runs that differ in it are not compared for the best step size."""
+
+
+def measured(path: Path) -> list[Row]:
+    """The rows of a file of `thinwire consensus --json`; none if it is missing, damaged or something else."""
+    rows = read_json(path, list) or []
+    whole = all(map(_is_measured, rows)) and all(run[0]["squared_error"] for run in _runs(rows))
+    return rows if whole else []
+
+
+def _is_measured(row: Any) -> bool:
+    """Whether the values of a row that figures and captions need are there, and of their types."""
+    return (
+        isinstance(row, dict)
+        and isinstance(row.get("averager"), str)
+        and all(row.get(key) is not None and is_number(row[key]) for key in ("round", "bits_sent"))
+        and "squared_error" in row
+        and all(is_number(row.get(key)) for key in ("squared_error", "step_size"))
+        and isinstance(row.get("shape", []), list)
+    )
+
+
+def _runs(rows: Sequence[Row]) -> list[list[Row]]:
+    """The rows of each run: rounds start again with the next one."""
+    runs: list[list[Row]] = []
+    for row in rows:
+        if not runs or row["round"] <= runs[-1][-1]["round"]:
+            runs.append([])
+        runs[-1].append(row)
+    return runs
 
 
 def reaching(run: Sequence[Row], target: float) -> Row | None:
@@ -54,14 +84,8 @@ def best_of_each(rows: Sequence[Row], target: float) -> dict[str, Sequence[Row]]
     Rows of a sweep may differ in workers, data, shape or seed: then each of these has its own best run, and is named.
     """
     differing = [key for key in SETTING if len({repr(row.get(key)) for row in rows}) > 1]
-    runs: list[list[Row]] = []
-    for row in rows:
-        # Rounds start again with each run.
-        if not runs or row["round"] <= runs[-1][-1]["round"]:
-            runs.append([])
-        runs[-1].append(row)
     by_averager: dict[str, list[list[Row]]] = {}
-    for run in runs:
+    for run in _runs(rows):
         name = re.sub(rf"\b{STEP_SIZE}, |(?:, )?\b{STEP_SIZE}", "", run[0]["averager"])
         words = [SETTING[key](run[0][key]) for key in differing if key in run[0]]
         by_averager.setdefault(", ".join([name, *words]), []).append(run)

@@ -148,7 +148,7 @@ def levels(groups: Sequence[Group]) -> Figure | None:
 
 def _levels_of(run: Run) -> tuple[list[int], np.ndarray] | None:
     """Steps, and the levels at each of them."""
-    rows = [row for row in run.rows if isinstance(row.get("levels"), list) and row["levels"]]
+    rows = [row for row in run.rows if isinstance(row.get("levels"), list) and any(row["levels"])]
     if not rows or len({len(row["levels"]) for row in rows}) > 1:
         return None
     return [row["step"] for row in rows], np.array([row["levels"] for row in rows], dtype=float)

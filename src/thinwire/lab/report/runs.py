@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ...algorithm import require
-from ..files import check_row, is_number, load_json_object, read_json
+from ..files import NUMBERS, check_config, check_row, check_summary, load_json_object, read_json
+from .consensus import measured
 
 FILES = ("config.json", "metrics.jsonl", "summary.json")
-NUMBERS = ("bytes_sent_per_worker", "dense_fp32_bytes", "dense_bf16_bytes", "seconds")  # of a summary
 
 
 @dataclass(frozen=True)
@@ -70,19 +70,16 @@ def read_run(folder: Path, label: str | None = None) -> Run:
         require((folder / name).exists(), f"{folder} holds no finished run: {name} is missing")
     summary, complaints = load_json_object(folder / "summary.json"), list[str]()
     rows = read_rows(folder / "metrics.jsonl", complaints)
-    complete = _is_summary(summary) and all(summary.get(key) is not None for key in ("strategy", "final", *NUMBERS))
-    require(
-        complete, f"{folder / 'summary.json'} is damaged: it does not hold what a run writes; restore it, or run again"
-    )
+    missing = [key for key in ("strategy", "final", *NUMBERS) if summary.get(key) is None]
+    try:
+        check_summary(summary)
+        require(not missing, f"it lacks {', '.join(missing)}")
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / 'summary.json'} is damaged: it does not hold what a run writes ({error}); restore it, or run again"
+        ) from None
     require(not complaints, f"{folder / 'metrics.jsonl'} is damaged: {'; '.join(complaints)}; restore it, or run again")
     return Run(label or str(summary["strategy"]), summary, rows, folder=folder)
-
-
-def _is_summary(value: dict[str, Any]) -> bool:
-    """Whether the values of a summary are numbers, or null for a run that diverged."""
-    final = value.get("final", {})
-    numbers = [value.get(key) for key in NUMBERS]
-    return isinstance(final, dict) and all(map(is_number, [*numbers, *final.values()]))
 
 
 def find(paths: Sequence[Path]) -> Found:
@@ -135,13 +132,10 @@ def _run_folders(path: Path, found: Found) -> Iterator[Path]:
 def _add_run(folder: Path, found: Found) -> None:
     """Read a run's files, and note each problem."""
     complaints: list[str] = []
-    config = _read_object(folder / "config.json", complaints)
+    config = read_object(folder / "config.json", check_config, complaints)
     rows = read_rows(folder / "metrics.jsonl", complaints)
     path = folder / "summary.json"  # only finished runs have it
-    summary = (_read_object(path, complaints) if path.exists() else None) or {}
-    if not _is_summary(summary):
-        complaints.append(f"{path.name} does not hold what a run writes")
-        summary = {}
+    summary = read_object(path, check_summary, complaints) if path.exists() else {}
     if not summary and rows:
         complaints.append(f"not finished: its last row is of step {rows[-1]['step']}")
     if config and rows:
@@ -152,13 +146,19 @@ def _add_run(folder: Path, found: Found) -> None:
         found.problems.append(Problem(folder, "; ".join(complaints)))
 
 
-def _read_object(path: Path, complaints: list[str]) -> dict[str, Any] | None:
+def read_object(path: Path, check: Callable[[dict[str, Any]], None], complaints: list[str]) -> dict[str, Any]:
+    """The object in a file; empty if there is a complaint."""
     value = read_json(path)
-    if isinstance(value, dict) and value:
-        return value
-    wrong = "cannot be read" if value is None else "does not hold what a run writes"
-    complaints.append(f"{path.name} {wrong if path.exists() else 'is missing'}")
-    return None
+    if value is None:
+        complaints.append(f"{path.name} {'cannot be read' if path.exists() else 'is missing'}")
+        return {}
+    try:
+        check(value)
+    except ValueError as error:
+        complaints.append(f"{path.name} does not hold what a run writes: {error}")
+        return {}
+    read: dict[str, Any] = value
+    return read
 
 
 def read_rows(path: Path, complaints: list[str]) -> list[dict[str, Any]]:
@@ -184,16 +184,15 @@ def _row(line: str) -> dict[str, Any] | None:
     try:
         row: dict[str, Any] = json.loads(line)
         check_row(row)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if "step" in row else None
 
 
 def _add_consensus(path: Path, found: Found) -> None:
     """Read the rows of a file of `thinwire consensus --json`."""
-    needed = {"averager", "round", "bits_sent", "squared_error"}
-    rows = read_json(path)
-    if isinstance(rows, list) and rows and all(isinstance(row, dict) and needed <= row.keys() for row in rows):
+    rows = measured(path)
+    if rows:
         found.consensus[path] = rows
     else:
         found.problems.append(

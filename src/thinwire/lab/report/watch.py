@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import able_to, require
-from ..files import load_json_object
+from ..files import check_summary, load_json_object
 from .exporters import prometheus
-from .runs import read_rows
+from .runs import read_object, read_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -31,9 +31,9 @@ def snapshot(folder: Path) -> dict[str, Any]:
         folder: of the run; it may be under way, finished or dead.
 
     Returns:
-        `name`, `strategy`, `recipe`, `workers`, `finished`, `age_seconds` since the last row, `rows` (thinned), and `now`:
-        the last row, with the test metrics of the last row that had them, `megabytes_per_second` sent by a worker and
-        `waiting`, the share of the last row's time that was spent on waiting for bytes.
+        `name`, `strategy`, `recipe`, `workers`, `finished`, `is_damaged` (its summary), `age_seconds` since the last row,
+        `rows` (thinned), and `now`: the last row, with the test metrics of the last row that had them, `megabytes_per_second`
+        sent by a worker and `waiting`, the share of the last row's time that was spent on waiting for bytes.
 
     Raises:
         ValueError: the folder holds no run.
@@ -44,6 +44,8 @@ def snapshot(folder: Path) -> dict[str, Any]:
     )
     known, rows = load_json_object(config), read_rows(folder / "metrics.jsonl", [])
     summary = folder / "summary.json"
+    has_summary = summary.exists()  # asked first: the run may write it at this moment
+    finished = has_summary and bool(read_object(summary, check_summary, []))
     now: dict[str, Any] = {}
     for row in rows:
         # Most rows have no test, so the last one stays visible.
@@ -56,7 +58,8 @@ def snapshot(folder: Path) -> dict[str, Any]:
         "strategy": str(known.get("strategy", "")),
         "recipe": str(known.get("recipe", "")),
         "workers": now.get("workers", known.get("workers")),
-        "finished": summary.exists(),
+        "finished": finished,
+        "is_damaged": has_summary and not finished,
         # Before the first row, the configuration is the newest file.
         "age_seconds": max(0.0, time.time() - _changed(folder / "metrics.jsonl", config)),
         "now": now,
@@ -70,22 +73,25 @@ def _changed(*paths: Path) -> float:
 
 
 def _rates(before: dict[str, Any], last: dict[str, Any]) -> dict[str, float]:
-    seconds = last.get("seconds", 0.0) - before.get("seconds", 0.0)
+    if any(row.get(key) is None for row in (before, last) for key in ("seconds", "bytes_sent")):
+        return {}
+    seconds, sent = (last[key] - before[key] for key in ("seconds", "bytes_sent"))
     if seconds <= 0:
         return {}
-    sent = last.get("bytes_sent", 0) - before.get("bytes_sent", 0)
-    return {"megabytes_per_second": sent / 1e6 / seconds, "waiting": last.get("wait_seconds", 0.0) / seconds}
+    return {"megabytes_per_second": sent / 1e6 / seconds, "waiting": (last.get("wait_seconds") or 0.0) / seconds}
 
 
 def state_of(seen: dict[str, Any]) -> str:
-    """Whether the run is finished, running, or has written nothing for long.
+    """Whether the run is finished, its summary damaged, or it is running, or has written nothing for long.
 
     Example:
-        >>> state_of({"finished": False, "age_seconds": 7200.0})
+        >>> state_of({"finished": False, "is_damaged": False, "age_seconds": 7200.0})
         'no row for 2 h'
     """
     if seen["finished"]:
         return "finished"
+    if seen["is_damaged"]:
+        return "summary.json is damaged"
     age = seen["age_seconds"]
     if age < 60:
         return "running"
@@ -159,9 +165,10 @@ def as_rich(seen: dict[str, Any]) -> RenderableType:
     if len(losses) > 1:
         grid.add_row("loss over steps", sparkline(losses, 60))
     last = seen["now"]
-    total = sum(last.get(f"{phase}_seconds", 0.0) for phase in PHASES)
+    spent = {phase: last.get(f"{phase}_seconds") or 0.0 for phase in PHASES}
+    total = sum(spent.values())
     if total > 0:
-        shares = (f"{phase} {last.get(f'{phase}_seconds', 0.0) / total:.0%}" for phase in PHASES)
+        shares = (f"{phase} {seconds / total:.0%}" for phase, seconds in spent.items())
         grid.add_row("phases of rank 0", ", ".join(shares))
     return Panel(grid, title=escape(f"{seen['name']}: {state_of(seen)}"), subtitle=escape(seen["strategy"]))
 

@@ -14,7 +14,7 @@ from ....algorithm import able_to, require
 from ....comm import Communicator
 from ....messages import log
 from ...fields import OF_CONNECTIONS, OF_THE_FOLDER, flat
-from ...files import load_json_object, write_json
+from ...files import check_summary, load_json_object, write_json
 from ..config import RunConfig
 from ..shared_errors import run_on_all
 from .checkpoint import last_described
@@ -179,7 +179,7 @@ def finished_run(config: RunConfig) -> Path | None:
         return None
     check_same_run(config, folder)
     try:
-        load_json_object(folder / "summary.json")
+        check_summary(load_json_object(folder / "summary.json"))
     except ValueError:  # the last checkpoint has all that it says
         log.warning(f"{folder / 'summary.json'} is damaged; it is written anew from the last checkpoint")
         return None
