@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import TypeVar
 
+Value = TypeVar("Value")
 CUTOFF = 0.7
 """The least similarity of a suggestion, 0 to 1; lower => unrelated names are suggested."""
 FEW = 15
@@ -59,6 +61,28 @@ def see(message: str, where: str) -> str:
         "unknown recipe 'digts'; did you mean 'digits'? See thinwire train --list"
     """
     return f"{message} See {where}" if message.endswith("?") else f"{message}; see {where}"
+
+
+def named(known: Mapping[str, Value], name: str, kind: str, where: str) -> Value:
+    """Look up a name.
+
+    Args:
+        known: what there is, by name.
+        name: of one of them.
+        kind: what they are, such as "recipe".
+        where: to look, see `see`.
+
+    Raises:
+        ValueError: the name is unknown.
+
+    Example:
+        >>> named({"digits": 1}, "digts", "recipe", "thinwire train --list")
+        Traceback (most recent call last):
+        ValueError: unknown recipe 'digts'; did you mean 'digits'? See thinwire train --list
+    """
+    if name not in known:
+        raise ValueError(see(f"unknown {kind} {name!r}{suggestion(name, known)}", where))
+    return known[name]
 
 
 def _plain(name: str) -> str:

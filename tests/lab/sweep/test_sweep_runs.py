@@ -295,6 +295,22 @@ def test_consensus_runs_and_their_rows_together(tmp_path, monkeypatch, capsys):
     assert all("of the error left" in status_of(planned).detail for planned in sweep_in(tmp_path, monkeypatch).runs)
     assert "4 finished" in shown(capsys, "--dry-run")
 
+    damaged = sweep_in(tmp_path, monkeypatch).runs[1].folder / "consensus.json"
+    for text in (
+        "[{",
+        '{"a": 1}',
+        "7",
+        "[]",
+        '[{"averager": "Mix()", "round": 0, "bits_sent": 0, "squared_error": "x"}]',
+    ):
+        damaged.write_text(text)
+        assert main(["sweep", "grid.toml"]) == 0
+        assert capsys.readouterr().err == (
+            f"thinwire: {damaged} is damaged, so runs/consensus.json lacks its run; remove its folder, "
+            "and the same command runs it\n"
+        )
+        assert len(json.loads((tmp_path / "runs" / "consensus.json").read_text())) == 3 * 5
+
 
 @pytest.mark.parametrize(
     ("said", "reason"),
@@ -363,6 +379,24 @@ def test_the_states_of_a_made_up_folder(tmp_path, monkeypatch):
     narrow = drawn(status_table(sweep, states, ConsoleDimensions(80, 50)), 80)
     assert "test accuracy 50.00%, 2.00 MB sent, 3 s" in narrow and "…" in narrow
     assert all(planned.folder.name[-6:] in narrow for planned in sweep.runs)
+
+
+@pytest.mark.parametrize("text", ["[]", "7", '"x"', "null", '{"final": 3}', '{"final": {}, "metric": 5}', "[" * 9999])
+def test_files_that_hold_something_else_count_as_missing(text, tmp_path, monkeypatch):
+    write(tmp_path, steps=8)
+    planned = sweep_in(tmp_path, monkeypatch).runs[0]
+    write_down(planned)
+    planned.folder.mkdir()
+    (planned.folder / "summary.json").write_text(text)
+    (planned.folder / "metrics.jsonl").write_text(
+        f'{{"step": 2, "epoch": 0.02}}\n{{"step": 3, "epoch": null}}\n{text}\n'
+    )
+    for path in (planned.records / "ended.json", planned.records / "job.json", planned.folder / "config.json"):
+        path.write_text(text)
+    assert status_of(planned) == Status("waiting")
+    (planned.folder / "config.json").write_text(json.dumps(planned.config.as_dict(), default=str))
+    (planned.records / "ended.json").write_text('{"code": 143}')
+    assert status_of(planned) == Status("stopped", "25%, step 2")
 
 
 def test_a_lone_worker_and_a_lone_run_are_told_in_the_singular():

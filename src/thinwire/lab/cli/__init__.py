@@ -37,6 +37,7 @@ import sys
 from collections.abc import Sequence
 
 from ...messages import install_for_warnings
+from ...suggestion import named
 from ..output import drop, output_is_read, prepare_output
 from .bench import bench_command, consensus_command
 from .demo import demo_command
@@ -46,7 +47,7 @@ from .keys import keys_command
 from .lighthouse import lighthouse_command
 from .names import list_command
 from .new_method import new_method_command
-from .options import fail, named, show_help
+from .options import fail, show_help
 from .plan import plan_command
 from .relay import relay_command
 from .report import report_command

@@ -8,7 +8,8 @@ least time that its computation, bytes and passes over memory need. Each benchma
 
 from __future__ import annotations
 
-from .options import named, parsed, show_help
+from ...suggestion import named
+from .options import parsed, show_help
 
 
 def bench_command(options: list[str]) -> None:

@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from .options import named, parsed, show_help, shown_as
+from ...suggestion import named
+from .options import parsed, show_help, shown_as
 
 
 @dataclass(frozen=True)

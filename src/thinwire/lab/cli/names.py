@@ -12,7 +12,8 @@ import textwrap
 from collections.abc import Callable
 from typing import Any, get_type_hints
 
-from .options import named, show_help
+from ...suggestion import named
+from .options import show_help
 
 KINDS = ("strategies", "averagers", "exchanges", "codecs", "memories", "topologies", "others")
 

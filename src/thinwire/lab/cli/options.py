@@ -7,7 +7,7 @@ import io
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from itertools import dropwhile, takewhile
 from pathlib import Path
 from types import NoneType
@@ -58,13 +58,6 @@ def fail(message: object, code: int) -> int:
     with contextlib.suppress(OSError):  # its terminal was closed, and the code tells
         print(f"thinwire: {text}", file=sys.stderr, flush=True)
     return code
-
-
-def named(known: Mapping[str, Any], name: str, kind: str, where: str) -> Any:
-    """Look up a name; the error for an unknown name suggests a similar one."""
-    if name not in known:
-        raise ValueError(see(f"unknown {kind} {name!r}{suggestion(name, known)}", where))
-    return known[name]
 
 
 def shown_as(name: str) -> Any:

@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from .options import named, parsed
+from ...suggestion import named
+from .options import parsed
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

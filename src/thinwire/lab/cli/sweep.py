@@ -113,9 +113,9 @@ def _submit(sweep: Sweep, asked: SweepCommand) -> None:
 
 def _collect(sweep: Sweep) -> None:
     """Write the joint result of the finished runs, if their task has one."""
-    from ..sweep.status import finished_summary
+    from ..sweep.status import result_of
 
-    folders = [run.folder for run in sweep.runs if finished_summary(run) is not None]
+    folders = [run.folder for run in sweep.runs if result_of(run) is not None]
     collected = sweep.runs[0].task.collect(folders, sweep.output)
     if collected is not None:
         print(f"  {collected}")

@@ -39,7 +39,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from .options import fail, named, parsed, show, show_help
+from ...suggestion import named
+from .options import fail, parsed, show, show_help
 from .originals import TRAIN
 from .watch import place, served
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from ...algorithm import able_to
 from ..files import read_json, write_json
 from .file import PlannedRun, planned
-from .status import BEGINS, finished_summary, locked
+from .status import BEGINS, locked, result_of
 
 # Variables of a launcher (torchrun, srun, mpirun) that started the sweep. Runs must not see them: they start their own workers.
 LAUNCHER = re.compile(
@@ -78,7 +78,7 @@ def execute(path: Path) -> int:
     """Run in this process; returns the exit code and writes it to `ended.json`."""
     run = read_run(path)
     try:
-        code = 0 if finished_summary(run) is not None else _code_of(run)  # maybe another process has finished it
+        code = 0 if result_of(run) is not None else _code_of(run)  # maybe another process has finished it
     except SystemExit as exit:  # a signal
         code = exit.code if isinstance(exit.code, int) else int(exit.code is not None)
     write_json(run.records / "ended.json", {"code": code})

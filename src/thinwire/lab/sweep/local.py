@@ -51,8 +51,8 @@ def run_locally(
         except BaseException as error:
             stop([process for _, process in running])
             for run, _ in running:
-                ended = read_json(run.records / "ended.json")
-                if ended is None or ended["code"] is None:  # the signal came before the run could write how it ends
+                ended = read_json(run.records / "ended.json") or {}
+                if ended.get("code") is None:  # the signal came before the run could write how it ends
                     write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
             if not isinstance(error, KeyboardInterrupt):
                 raise

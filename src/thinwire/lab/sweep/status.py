@@ -19,7 +19,7 @@ import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 from ..files import read_json
 from ..train.run.interrupt import SAVED
@@ -43,26 +43,29 @@ class Status:
 
 def status_of(run: PlannedRun) -> Status:
     """What the files say of a run."""
-    summary = finished_summary(run)
-    if summary is not None:
-        return Status("finished", run.task.result(summary))
+    result = result_of(run)
+    if result is not None:
+        return Status("finished", result)
     if is_locked(run.records / "lock"):
         return Status("running", _progress(run))
-    ended = read_json(run.records / "ended.json")
-    if ended is not None and ended["code"] in STOPPED_CODES:
+    code = (read_json(run.records / "ended.json") or {}).get("code", 0)
+    if code in STOPPED_CODES:
         return Status("stopped", _progress(run))
-    if ended is not None and ended["code"] != 0:  # after a good end, somebody has taken the result away
-        return Status("failed", _reason(run, ended["code"]))
-    job = read_json(run.records / "job.json")
-    return Status("waiting", f"job {job['id']}" if job else "")
+    if code != 0:  # after a good end, somebody has taken the result away
+        return Status("failed", _reason(run, code))
+    job = (read_json(run.records / "job.json") or {}).get("id")
+    return Status("waiting", f"job {job}" if job else "")
 
 
-def finished_summary(run: PlannedRun) -> Any:
-    """`summary.json` of this very configuration, or None."""
-    config = read_json(run.folder / "config.json")
-    if config is None or identity(config) != run.identity:
+def result_of(run: PlannedRun) -> str | None:
+    """The result of this very configuration, in a few words; None if it has not finished, or a file is damaged."""
+    config, summary = (read_json(run.folder / name) for name in ("config.json", "summary.json"))
+    if config is None or summary is None or identity(config) != run.identity:
         return None
-    return read_json(run.folder / "summary.json")
+    try:
+        return run.task.result(summary)
+    except (LookupError, TypeError, ValueError, AttributeError):  # it is of something else
+        return None
 
 
 def is_locked(path: Path) -> bool:
@@ -99,7 +102,7 @@ def _progress(run: PlannedRun) -> str:
     for line in reversed(_last_lines(run.folder / "metrics.jsonl")):
         try:
             return run.task.progress(run.config, json.loads(line))
-        except (ValueError, KeyError):  # half a line, at either end of what was read
+        except (ValueError, LookupError, TypeError, RecursionError):  # half a line, at either end of what was read
             continue
     return ""
 

@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...algorithm import require
-from ...suggestion import see, suggestion
-from ..files import read_json, write_json
+from ...messages import log
+from ...suggestion import named
+from ..files import write_json
 
 if TYPE_CHECKING:
     from ...average import Averager
@@ -74,12 +75,9 @@ class Train(RunKind):
     def base(self, recipe: str | None) -> Any:
         from ..recipes import recipes
 
-        known = recipes()
         if recipe is None:
             raise ValueError('which recipe? Write recipe = "digits", say, at the top; see thinwire train --list')
-        unknown = f"unknown recipe {recipe!r}{suggestion(str(recipe), known)}"
-        require(recipe in known, see(unknown, "thinwire train --list"))
-        return known[recipe].config
+        return named(recipes(), str(recipe), "recipe", "thinwire train --list").config
 
     def as_dict(self, config: Any) -> dict[str, Any]:
         try:
@@ -160,9 +158,18 @@ class Consensus(RunKind):
 
     def collect(self, folders: Sequence[Path], output: Path) -> Path | None:
         """All rows, as one `thinwire consensus --json` with many averagers and step sizes writes them."""
-        rows = [row for folder in folders for row in read_json(folder / "consensus.json") or []]
-        write_json(output / "consensus.json", rows)
-        return output / "consensus.json"
+        from ..report.consensus import measured
+
+        joint, rows = output / "consensus.json", []
+        for path in (folder / "consensus.json" for folder in folders):
+            found = measured(path)
+            if not found:
+                log.warning(
+                    f"{path} is damaged, so {joint} lacks its run; remove its folder, and the same command runs it"
+                )
+            rows += found
+        write_json(joint, rows)
+        return joint
 
     def cores(self, config: Any) -> int:
         return config.workers if config.processes else 1
