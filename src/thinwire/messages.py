@@ -7,6 +7,7 @@ as `thinwire: message`, a line each.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import sys
@@ -15,6 +16,7 @@ import warnings
 from pathlib import Path
 from typing import TextIO
 
+MORE_PROCESSES = "see whether this user's processes and threads reached their limit (ulimit -u), or start fewer workers"
 log = logging.getLogger("thinwire")
 _shown = warnings.showwarning
 _PACKAGE, _PYTHON = Path(__file__).parent, Path(os.__file__).parent
@@ -57,6 +59,16 @@ def error_text(error: BaseException) -> str:
     kind, text = type(error), str(error)
     says_all = isinstance(error, (ValueError, FloatingPointError)) or kind.__module__.startswith("thinwire.")
     return text if text and says_all else f"{kind.__name__}: {text}" if text else kind.__name__
+
+
+def lacks_processes(error: BaseException) -> bool:
+    """Whether the system refused to start a process or a thread, as Python or C++ say it.
+
+    Example:
+        >>> lacks_processes(RuntimeError("can't start new thread")), lacks_processes(ConnectionRefusedError(111, "refused"))
+        (True, False)
+    """
+    return any(reason in str(error) for reason in ("can't start new thread", os.strerror(errno.EAGAIN)))
 
 
 def error_place(error: BaseException) -> str:

@@ -16,6 +16,7 @@ from helpers.program import wait_until
 from helpers.spawn import WORLDS
 
 from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator, process_group
+from thinwire.comm.background import Background
 
 SIZES = [1, 2, 3, 4]
 SUMMABLE = [
@@ -539,6 +540,16 @@ def test_unequal_messages_are_named_in_threads():
 
     with pytest.raises(CommunicationError, match=r"expected \d x torch.float32 from rank \d, got \d x torch.float32"):
         LocalWorld(2).run(unequal)
+
+
+def test_a_thread_that_does_not_start_is_the_error_and_not_that_it_cannot_be_joined():
+    """The end of a communicator hid why there was no thread."""
+    background = Background("refused")
+    refusal = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with refusal, pytest.raises(RuntimeError, match="can't start new thread"):
+        background.submit(int)
+    background.close()
+    assert background.join(1.0)
 
 
 def test_a_world_needs_workers():

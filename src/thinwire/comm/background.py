@@ -41,8 +41,9 @@ class Background:
         """Run `call` after those before it; the handle has its result or its error."""
         if self._thread is None:
             # The thread refers to the queue alone, so that this object can become garbage while it runs.
-            self._thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_run, args=(self._calls,), name=self._name, daemon=True)
+            thread.start()
+            self._thread = thread  # only now: one that the system did not start cannot be joined
         future: Future[Any] = Future()
         self._last = ref(future)
         self._calls.put((future, call))

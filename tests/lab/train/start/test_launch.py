@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import random
@@ -36,6 +37,7 @@ from thinwire.lab.train.shared_errors import SharedError
 from thinwire.lab.train.start import connect, elastic_tasks, launch, presence, spawn
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.presence import Presence
+from thinwire.lab.train.start.worker import failure
 from thinwire.lab.train.step import training
 
 THINWIRE = ("--no-python", sys.executable, "-m", "thinwire")
@@ -422,6 +424,36 @@ def test_a_worker_that_cannot_connect_after_it_has_met_the_others_says_so(monkey
     with pytest.raises(CommunicationError, match="the workers did not connect"):
         with connect.connected(RunConfig("digits", transport="gloo", output=tmp_path), place):
             pass
+
+
+@pytest.mark.parametrize(
+    ("reason", "remedy"),
+    [
+        ("can't start new thread", "limit (ulimit -u)"),  # Python's words
+        ("Resource temporarily unavailable", "limit (ulimit -u)"),  # those of C++
+        ("Connection closed by peer", "with --interface"),
+    ],
+)
+def test_where_no_more_threads_start_the_remedy_is_no_interface(reason, remedy, monkeypatch, tmp_path):
+    monkeypatch.setattr(connect.dist, "init_process_group", Mock(side_effect=RuntimeError(reason)))
+    place = Environment("thinwire", 0, 1, 0, 1, "127.0.0.1", 29500)
+    with pytest.raises(CommunicationError) as refusal:
+        with connect.connected(RunConfig("digits", transport="gloo", output=tmp_path), place, dist.HashStore()):
+            pass
+    for said in (str(refusal.value), failure(0, refusal.value)):
+        assert f"the workers did not connect ({reason}); see whether" in said and said.count(remedy) == 1
+        assert ("ulimit" in said) != ("--interface" in said)
+
+
+def test_a_thread_or_worker_that_the_system_does_not_start_is_said_with_the_remedy(monkeypatch, tmp_path):
+    said = failure(1, RuntimeError("can't start new thread"))
+    assert (
+        said.startswith("worker 1 failed: RuntimeError: can't start new thread; see whether") and "(ulimit -u)" in said
+    )
+    for error in (BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN)), EOFError("unexpected EOF")):
+        monkeypatch.setattr(spawn, "_start", Mock(side_effect=error))
+        with pytest.raises(WorkerError, match=r"worker 0 does not start \(.*\(ulimit -u\), or start fewer workers"):
+            spawn.spawn(RunConfig("digits", workers=1, output=tmp_path), tmp_path)
 
 
 @pytest.mark.parametrize(("size", "whom"), [(1, "its own store"), (2, "worker 1"), (3, "the other 2 workers")])

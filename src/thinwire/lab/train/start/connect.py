@@ -27,7 +27,7 @@ from ....comm.store import ANSWER_SECONDS, answered, connected_store, gathering,
 from ....comm.tcp import TcpCommunicator
 from ....comm.tls.store import OwnStore
 from ....comm.transport import connect, has_own_connections
-from ....messages import error_place, error_text, log
+from ....messages import MORE_PROCESSES, error_place, error_text, lacks_processes, log
 from ..config import RunConfig
 from ..device import choose_device
 from ..run.interrupt import Interrupted
@@ -99,10 +99,9 @@ def connected(config: RunConfig, environment: Environment, store: dist.Store | N
         except CommunicationError:
             raise
         except RuntimeError as error:
-            raise CommunicationError(
-                f"the workers did not connect ({reason_of(error)}); see whether all of them reach each other, and name the "
-                "network interface that they share with --interface"
-            ) from error
+            reach = "see whether all of them reach each other, and name the network interface that they share with --interface"
+            remedy = MORE_PROCESSES if lacks_processes(error) else reach
+            raise CommunicationError(f"the workers did not connect ({reason_of(error)}); {remedy}") from error
         yield comm
     dist.destroy_process_group()
 

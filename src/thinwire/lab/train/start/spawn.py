@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ....comm.addresses import own_address
 from ....comm.process_world import start_process, worker_context
+from ....messages import MORE_PROCESSES, error_text
 from ...variables import variables_set
 from ..config import RunConfig
 from ..results.callbacks import Callback
@@ -21,7 +22,7 @@ from ..signals import SIGNALS
 from .connect import credentials_of, loopback_store
 from .environment import LOOPBACK
 from .lighthouse import lighthouse_of
-from .watch import Watch, requests_passed_on
+from .watch import Watch, WorkerError, requests_passed_on
 from .worker import work
 
 # The fork server imports these once, so that workers need not.
@@ -55,8 +56,11 @@ def spawn(config: RunConfig, folder: Path, callbacks: Sequence[Callback] = ()) -
             credentials_of(config)  # before a restart, they may have expired
             # Not a daemon, because it starts data loaders, which are processes.
             process = context.Process(target=work, args=arguments)
-            with for_children(config):
-                _start(process)
+            try:
+                with for_children(config):
+                    _start(process)
+            except (BlockingIOError, ConnectionError, EOFError) as error:
+                raise WorkerError(f"worker {place} does not start ({error_text(error)}); {MORE_PROCESSES}") from error
             return process
 
         for place in range(config.workers):

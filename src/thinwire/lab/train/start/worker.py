@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
 from ....comm.store import Store, connected_store
-from ....messages import error_place, error_text, install_for_warnings, log
+from ....messages import MORE_PROCESSES, error_place, error_text, install_for_warnings, lacks_processes, log
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
@@ -133,6 +133,8 @@ def failure(number: int, error: Exception) -> str:
 def in_one_line(error: Exception) -> str:
     """An error as one line, with the line of the user's code that raised it. An OSError gets the name of its number.
 
+    What the system's limits cause gets a remedy.
+
     Example:
         >>> in_one_line(OSError(28, "No space left on device", "runs/a/metrics.jsonl"))
         "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
@@ -144,4 +146,6 @@ def in_one_line(error: Exception) -> str:
             is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             remedy = "; free some space, and go on with --resume" * is_full
             return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{place}{remedy}"
-    return " ".join(error_text(error).split()) + place
+    text = " ".join(error_text(error).split())
+    remedy = f"; {MORE_PROCESSES}" if lacks_processes(error) and MORE_PROCESSES not in text else ""
+    return text + place + remedy
