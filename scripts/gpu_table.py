@@ -12,6 +12,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from helpers.triton_code import TARGETS, bytes_per_element, compile_variant, instructions_per_element
 from helpers.triton_variants import VARIANTS
 
+from thinwire.suggestion import suggestion
+
 
 def table(targets: list[str]) -> str:
     """Markdown: per kernel its launches, registers and spills for each target; instructions and bytes an element."""
@@ -34,5 +36,15 @@ def table(targets: list[str]) -> str:
     return "\n".join(lines)
 
 
+def asked_targets(asked: list[str]) -> list[str]:
+    """The targets, if there are such and their table has all columns; else it exits with one line."""
+    for target in asked:
+        if target not in TARGETS:
+            sys.exit(f"unknown target {target!r}{suggestion(target, TARGETS)}")
+    if not any(target.startswith("sm_") for target in asked):
+        sys.exit("instructions and bytes are counted in NVIDIA's code; name one of its targets too, such as sm_90")
+    return asked
+
+
 if __name__ == "__main__":
-    print(table(sys.argv[1:] or list(TARGETS)))
+    print(table(asked_targets(sys.argv[1:] or list(TARGETS))))

@@ -196,6 +196,22 @@ def test_a_bare_python_runs_the_script(tmp_path):
     assert done.returncode == 0 and "kernels" in done.stdout, done.stderr
 
 
+@pytest.mark.parametrize(
+    ("targets", "expected"),
+    [
+        (["sm90"], "unknown target 'sm90'; did you mean 'sm_90'?"),
+        (["sm_90", "tpu"], "unknown target 'tpu'; known are gfx90a, gfx942, sm_100, sm_80, sm_90"),
+        (["gfx942"], "instructions and bytes are counted in NVIDIA's code; name one of its targets too, such as sm_90"),
+    ],
+)
+def test_the_table_of_kernels_refuses_targets_that_it_cannot_show(targets, expected, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setattr(sys, "argv", ["gpu_table.py", *targets])
+    with pytest.raises(SystemExit) as exit:
+        runpy.run_path(str(ROOT / "scripts" / "gpu_table.py"), run_name="__main__")
+    assert exit.value.code == expected
+
+
 def test_the_benchmark_of_codecs_refuses_a_gpu_that_is_not_there(monkeypatch):
     from thinwire.lab.bench import CodecsBench
 
