@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from .base import Attachment
 
 _ADAM = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
+FOR_ONE, FOR_SEVERAL = Mean(), Mean(QSGD(bits=4))
+"""The averagers where the user names none, by the number of workers."""
 FOR_MUON = Mean(QSGD(bits=8), exchange="scatter_reduce")
 """Muon sets all singular values of an update to one, so it enlarges the noise in the small ones; see docs/first-lines.md."""
 STEPS_WITHOUT_EPOCH = 50  # who sets the epoch where it begins has done so long before

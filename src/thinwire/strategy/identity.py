@@ -7,8 +7,9 @@ from typing import Any
 
 from ..algorithm import require
 from ..average.base import NamedTensors
+from .advice import FOR_MUON, FOR_ONE, FOR_SEVERAL
 
-CHOICES = ("Mean()", "Mean(QSGD(bits=4))", "Mean(QSGD(bits=8), exchange='scatter_reduce')")
+CHOICES = tuple(map(repr, (FOR_ONE, FOR_SEVERAL, FOR_MUON)))
 """The averagers that `default_averager` chooses from. They keep nothing between rounds, so one goes on where another ended."""
 
 

@@ -14,12 +14,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...average.base import Averager
-from ...average.mean.mean import Mean
-from ...codec import QSGD
 from ...comm import Communicator, Group
 from ...comm.process_group import num_ranks
 from ...options import require_integer
-from ..advice import FOR_MUON, is_muon, log_choice
+from ..advice import FOR_MUON, FOR_ONE, FOR_SEVERAL, is_muon, log_choice
 from ..model.ddp import refuse_ddp, wrapped_ddp
 from ..strategy import Averaging, Rhythm, Runtime
 from ..told import attach_together
@@ -54,10 +52,10 @@ def default_averager(workers: int | None, optimizer: Optimizer | None = None) ->
         Mean()
     """
     if workers == 1:
-        return Mean()
+        return FOR_ONE
     if optimizer is not None and is_muon(optimizer):
         return FOR_MUON
-    return Mean(QSGD(bits=4))
+    return FOR_SEVERAL
 
 
 @dataclass(frozen=True, repr=False)
