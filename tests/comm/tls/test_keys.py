@@ -218,6 +218,23 @@ def test_the_first_machine_renews_its_own_certificate_also_once_it_has_expired(t
         keys.renew(joined.folder)
 
 
+@pytest.mark.parametrize("name", ["authority-key.pem", "authority.pem"])
+@pytest.mark.parametrize("content", [b"", bytes(range(256)), None], ids=["empty", "foreign", "folder"])
+def test_a_damaged_authority_is_named_with_its_folder(name, content, tmp_path):
+    """It said that a PEM file could not be loaded, and not which; a folder in its place was a traceback."""
+    keys.new_run(tmp_path, "run", "first")
+    (tmp_path / name).unlink()
+    if content is None:
+        (tmp_path / name).mkdir()
+    else:
+        (tmp_path / name).write_bytes(content)
+    said = "cannot be used: .*; restore authority-key.pem and authority.pem, or make new keys"
+    if content is None and name == "authority-key.pem":
+        said = "has no authority-key.pem"
+    with pytest.raises(ValueError, match=f"{tmp_path} {said}"):
+        keys.renew(tmp_path)
+
+
 def test_who_listens_with_a_certificate_that_expires_soon_says_so_once(tmp_path, caplog):
     keys.new_run(tmp_path / "first", "run", "first", days=1.0)
     listeners = [Listener("127.0.0.1", 0, tw.Credentials(tmp_path / "first"), echo) for _ in range(2)]

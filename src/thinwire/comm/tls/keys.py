@@ -171,7 +171,7 @@ class Issuer:
         folder: that `new_run` has made.
 
     Raises:
-        ValueError: the folder has no CA.
+        ValueError: the folder has no CA, or a damaged one.
     """
 
     def __init__(self, folder: str | os.PathLike[str]):
@@ -185,9 +185,14 @@ class Issuer:
             f"{folder} has no {AUTHORITY_KEY}: the CA is in the folder that `thinwire keys new` made, on the machine of the "
             "run's first worker",
         )
-        self._key: Any = serialization.load_pem_private_key(path.read_bytes(), None)
-        self.certificate = (self._folder / AUTHORITY).read_bytes()
-        self._own = x509.load_pem_x509_certificate(self.certificate)
+        try:
+            self._key: Any = serialization.load_pem_private_key(_read(path), None)
+            self.certificate = _read(self._folder / AUTHORITY)
+            self._own = x509.load_pem_x509_certificate(self.certificate)
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"the CA in {folder} cannot be used: {error}; restore {AUTHORITY_KEY} and {AUTHORITY}, or make new keys"
+            ) from None
         self._lock = threading.Lock()
 
     def sign(self, request: bytes, days: float) -> bytes:
@@ -365,7 +370,8 @@ def join(folder: str | os.PathLike[str], token: Token, name: str | None = None, 
     require(time.time() < token.until, f"{expired}; ask for a new one: thinwire keys token")
     place, key = Path(folder), None
     if (place / KEY).exists():
-        authority = _read(place / AUTHORITY)
+        with able_to(f"read {place / AUTHORITY}", "choose another folder"):
+            authority = (place / AUTHORITY).read_bytes()
         require(_fingerprint(authority) == token.authority, f"{place} has keys of another run; choose another folder")
         request = _request_again(place, name)
     else:
@@ -540,8 +546,10 @@ def _new_folder(folder: str | os.PathLike[str]) -> Path:
 
 
 def _read(path: Path) -> bytes:
-    with able_to(f"read {path}", "choose another folder"):
+    try:
         return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
 
 
 def _write(path: Path, content: bytes, secret: bool = False) -> None:
