@@ -243,6 +243,17 @@ def test_runs_that_this_user_may_not_read_are_problems_of_the_report(tmp_path, m
     )
 
 
+def test_a_folder_whose_name_is_no_utf8_is_in_the_report(tmp_path, capsys):
+    run = write_run(tmp_path / os.fsdecode(b"caf\xe9"))
+    (run / "summary.json").unlink()
+    keep_only(run, "loss")
+    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    assert "caf?" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    assert main(["watch", "a" * 5000]) == main(["report", "a" * 5000]) == 2
+    said = capsys.readouterr().err
+    assert said.count(": File name too long; give another, or ask its owner") == said.count("\n") == 2
+
+
 def keep_only(run: Path, *keys: str) -> None:
     """Remove all other values from a run's rows, so that few figures are drawn."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -317,6 +317,31 @@ def test_a_row_of_what_is_no_number_is_left_out(key, value, tmp_path):
     assert [row["step"] for row in run.rows] == [10, 20, 30, 40]
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("averager", 5),
+        ("round", None),
+        ("bits_sent", "many"),
+        ("squared_error", "small"),
+        ("squared_error", 0.0),
+        ("step_size", "large"),
+        ("shape", 4),
+        ("bits_sent", 0),
+    ],
+)
+def test_a_consensus_file_with_a_value_that_cannot_be_is_named(key, value, tmp_path):
+    """Figures divide by the error at the start, and their axis of bits is logarithmic."""
+    row = {"averager": "Mix()", "round": 0, "bits_sent": 0, "squared_error": 2.0, "step_size": None, "shape": [4, 4]}
+    rows = [row, row | {"round": 1, "bits_sent": 64, "squared_error": None}]
+    good, bad = tmp_path / "good.json", tmp_path / "bad.json"
+    good.write_text(json.dumps(rows))
+    bad.write_text(json.dumps([row | {key: value} for row in rows]))
+    found = find([good, bad])
+    assert found.consensus == {good: rows}
+    assert found.problems == [(bad, "is neither a run's folder nor what thinwire consensus --json writes; left out")]
+
+
 def test_files_that_begin_with_a_byte_order_mark_are_read(tmp_path):
     folder = write_run(tmp_path / "run")
     for name in ("config.json", "summary.json"):

@@ -56,6 +56,8 @@ from .topology import topology_command
 from .train import train_command
 from .watch import watch_command
 
+OF_PATHS = (errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.ELOOP)  # errors that a path of the user's causes
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0, 1 if a disk is full, 2 after a user error, 130 after Ctrl-C, or 141 if nobody reads it.
@@ -83,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as interrupt:
         return fail("; ".join(["stopped", *map(str, interrupt.args)]), 130)
     except OSError as error:
-        if isinstance(error, PermissionError) and error.filename is not None:
+        if error.errno in OF_PATHS and error.filename is not None:
             return fail(f"cannot use {error.filename}: {error.strerror}; give another, or ask its owner", 2)
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             try:

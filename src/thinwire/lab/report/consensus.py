@@ -36,7 +36,9 @@ SETTING: dict[str, Callable[[Any], str]] = {
 def measured(path: Path) -> list[Row]:
     """The rows of a file of `thinwire consensus --json`; none if it is missing, damaged or something else."""
     rows = read_json(path, list) or []
-    whole = all(map(_is_measured, rows)) and all(run[0]["squared_error"] for run in _runs(rows))
+    whole = all(map(_is_measured, rows)) and all(
+        run[0]["squared_error"] and run[-1]["bits_sent"] for run in _runs(rows)
+    )
     return rows if whole else []
 
 

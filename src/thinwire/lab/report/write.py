@@ -74,13 +74,17 @@ def write_report(
     with able_to(f"write to {str(out)!r}", "choose another --out"):
         out.mkdir(parents=True, exist_ok=True)
         if table is not None:
-            (out / "table.md").write_text(as_markdown(table), encoding="utf-8")
-            (out / "table.csv").write_text(as_csv(table), encoding="utf-8")
+            _write(out / "table.md", as_markdown(table))
+            _write(out / "table.csv", as_csv(table))
         svgs = {figure.name: _save(out / "figures" / figure.name, figure.figure) for figure in figures}
         page = Page(title, made_by, table, figures, svgs, found.runs, problems)
-        (out / "report.html").write_text(as_html(page), encoding="utf-8")
+        _write(out / "report.html", as_html(page))
     left_out = [f"{figure.title}: no run has {figure.needs}" for figure in figures if figure.figure is None]
     return Report(table, problems, left_out, out / "report.html")
+
+
+def _write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", errors="replace")  # a folder's name may be in another encoding
 
 
 def _save(path: Path, figure: Figure | None) -> str:
