@@ -244,10 +244,12 @@ def test_runs_that_this_user_may_not_read_are_problems_of_the_report(tmp_path, m
 
 
 def test_a_folder_whose_name_is_no_utf8_is_in_the_report(tmp_path, capsys):
-    run = write_run(tmp_path / os.fsdecode(b"caf\xe9"))
-    (run / "summary.json").unlink()
-    keep_only(run, "loss")
-    assert main(["report", str(run), "--out", str(tmp_path / "out")]) == 0
+    name = os.fsdecode(b"caf\xe9")
+    runs = [write_run(tmp_path / "runs" / name / text, data={"folder": text}) for text in ("a", name)]
+    for run in runs:
+        keep_only(run, "loss")
+    (runs[0] / "summary.json").unlink()
+    assert main(["report", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]) == 0
     assert "caf?" in (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
     assert main(["watch", "a" * 5000]) == main(["report", "a" * 5000]) == 2
     said = capsys.readouterr().err

@@ -157,7 +157,8 @@ def read_object(path: Path, check: Callable[[dict[str, Any]], None], complaints:
     except ValueError as error:
         complaints.append(f"{path.name} does not hold what a run writes: {error}")
         return {}
-    read: dict[str, Any] = value
+    # Neither figures nor pages can hold the half characters that stand for the bytes of a path in another encoding.
+    read: dict[str, Any] = json.loads(json.dumps(value, ensure_ascii=False).encode(errors="replace"))
     return read
 
 
