@@ -77,7 +77,7 @@ class ErrorFeedback(Memory):
         self, state: ErrorFeedbackState, tensors: NamedTensors, scale: float = 1.0, counts: list[int] | None = None
     ) -> tuple[list[Tensor], Selection | None]:
         if not counts:
-            return [self.compensate(state, name, gradient, scale) for name, gradient in tensors], None
+            return super().compensate_all(state, tensors, scale)
         gradients, residuals, xs = self._begin(state, tensors)
         # Adds and selects in one pass over memory.
         indices, values = kernels.momentum.add_topk(gradients, residuals, xs, 1.0 / scale, counts)

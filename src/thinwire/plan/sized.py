@@ -14,6 +14,7 @@ from ..algorithm import require
 from ..average import Averager, Rule
 from ..average.mean.clip import Clip
 from ..codec import Codec, Selection, SparseParts, Traits
+from ..codec.compose.transform import Transformed
 from ..codec.sparse.base import Sparsifier
 from ..codec.types import Size, Tensors, as_list
 from ..kernels import Flag
@@ -119,6 +120,10 @@ class SizedCodec(Codec):
         with torch._C.DisableTorchFunction():
             self.note("decode", len(payloads) * sum(t.numel() for t in as_list(out)))
         return True
+
+    def decode_mean(self, payloads: Sequence[Tensor], out: Tensors, *_: Any, **__: Any) -> Flag:
+        # Sums of coordinates go through a transform once.
+        return self.decode_sum(payloads[:1] if isinstance(self.codec, Transformed) else payloads, out)
 
     def encode_segments(self, segments: list[Tensor], keys: list[int], residuals: list[Tensor] | None) -> Tensor:
         sizes = [s.shape if self.codec.traits.needs_shape else s.numel() for s in segments]

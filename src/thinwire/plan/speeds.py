@@ -1,6 +1,7 @@
 """How fast codecs are, as shares of the speed of a memory copy.
 
-Measured by `thinwire bench codecs` on one thread, 2026-11-20; `docs/benchmarks.md` has a later run. The last rows are assumed.
+Measured by `thinwire bench codecs` on one thread, 2026-11-20, and those of local updates and DeMo by `--measure`, 2026-11-29;
+`docs/benchmarks.md` has a later run. The last rows are assumed.
 `thinwire plan --measure` measures on the machine at hand.
 """
 
@@ -26,6 +27,10 @@ SHARES: Mapping[str, CopyShare] = MappingProxyType(
         "Cast()": CopyShare(1.03, 1.07),
         "QSGD(bits=4)": CopyShare(0.90, 1.20),
         "TopK(ratio=0.01)": CopyShare(0.72, 2.68),
+        "BinMeans()": CopyShare(0.10, 0.65),
+        "Float4()": CopyShare(0.45, 1.20),
+        "chain(Tiles(divisors=True), BlockwiseTopK(ratio=0.02), BinMeans())": CopyShare(0.08, 0.12),
+        "chain(DCT(divisors=True), BlockwiseTopK(ratio=0.0078125))": CopyShare(0.014, 0.03),
         "TopK(ratio=0.001)": CopyShare(0.43, 6.80),  # with the momentum of Deep Gradient Compression
         MEMORY: CopyShare(0.67, 1.00),  # reads gradient and memory, writes their sum
         # Assumed, not measured:

@@ -27,11 +27,15 @@ from torch import Tensor
 from ... import debug, kernels
 from ...algorithm import Algorithm, require
 from ...kernels import Flag
+from ...kernels.flags import in_main_memory
 from ...options import require_integer
 from ..traits import Traits
 from ..types import Keys, Tensors, as_list
 from .groups import CodecGroup, split_groups
 from .wrapper import Wrapper
+
+CACHED = 1 << 16
+"""Elements whose products, in float64, stay in the second-level cache."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,17 +50,16 @@ class Transform(Algorithm, ABC):
 
     def forward(self, x: Tensor) -> Tensor:
         """The float32 vector of the new coordinates of a float32 tensor of any shape."""
-        # An empty tensor has no tiles, and `torch.cat` refuses an empty list.
-        if x.numel() == 0:
-            return x.reshape(-1)
-        return torch.cat([self._tile(tiles).reshape(-1) for tiles in self._tiles_of(x)])
+        y = debug.empty(x.numel(), dtype=torch.float32, device=x.device)
+        for tiles, coordinates in self._pairs(x, y):
+            coordinates.copy_(self._tile(tiles))
+        return y
 
     def inverse(self, y: Tensor, shape: torch.Size) -> Tensor:
         """The float32 tensor of this shape whose new coordinates are `y`."""
-        out, begin = debug.empty(shape, dtype=torch.float32, device=y.device), 0
-        for tiles in self._tiles_of(out):
-            tiles.copy_(self._untile(y[begin : begin + tiles.numel()].view(tiles.shape)))
-            begin += tiles.numel()
+        out = debug.empty(shape, dtype=torch.float32, device=y.device)
+        for tiles, coordinates in self._pairs(out, y):
+            tiles.copy_(self._untile(coordinates))
         return out
 
     def tile_numel(self, shape: torch.Size) -> int:
@@ -71,6 +74,15 @@ class Transform(Algorithm, ABC):
     @abstractmethod
     def _untile(self, tiles: Tensor) -> Tensor:
         """The inverse of `_tile`."""
+
+    def _pairs(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Views of tiles of `x` and of their coordinates in `y`, in main memory so few that products stay in the cache."""
+        begin = 0
+        for tiles in self._tiles_of(x):
+            coordinates = y[begin : begin + tiles.numel()].view(tiles.shape)
+            begin += tiles.numel()
+            rows = max(1, CACHED // tiles[0].numel()) if in_main_memory(x.device) else len(tiles)
+            yield from zip(tiles.split(rows), coordinates.split(rows), strict=True)
 
     def _tiles_of(self, x: Tensor) -> Iterator[Tensor]:
         """Views of `x`, one for each region with tiles of equal size: (rows of tiles, columns of tiles, h, w)."""

@@ -33,9 +33,9 @@ SETTING: dict[str, Callable[[Any], str]] = {
 """What a row says of its experiment, in words: runs that differ in it are not compared for the best step size."""
 
 
-def measured(path: Path) -> list[Row]:
+def measured(path: Path) -> list[dict[str, Any]]:
     """The rows of a file of `thinwire consensus --json`; none if it is missing, damaged or something else."""
-    rows = read_json(path, list) or []
+    rows: list[dict[str, Any]] = read_json(path, list) or []
     whole = all(map(_is_measured, rows)) and all(
         run[0]["squared_error"] and run[-1]["bits_sent"] for run in _runs(rows)
     )

@@ -1,4 +1,4 @@
-"""The work of averagers of low rank: noted by name and rank, measured, and assumed to grow with the rank."""
+"""The work that a plan notes: of averagers of low rank by name and rank, and of transforms; measured, or assumed."""
 
 import networkx
 import pytest
@@ -62,3 +62,14 @@ def test_what_is_measured_takes_the_place_of_what_is_assumed():
     assert speeds.shares[MEMORY] != Speeds().shares[MEMORY]
     work = Work("decode", 1000, "PowerSGD(rank=2)", 2)
     assert speeds.seconds(work) == 4000 / speeds.copy_bytes_per_second / speeds.shares["PowerSGD(rank=2)"].decode
+
+
+def test_a_mean_of_coordinates_goes_through_a_transform_once():
+    def decoded(codec, by):
+        found = works(tw.Mean(codec, exchange="all_gather", divide_by=by))
+        return sum(work.numel for work in found if work.part == "decode")
+
+    blocks = tw.codec.BlockwiseTopK(0.25, block=64)
+    transformed = tw.chain(tw.codec.DCT(8), blocks)
+    assert decoded(transformed, "senders") == 64 * 96
+    assert decoded(transformed, "workers") == decoded(blocks, "senders") == 2 * 64 * 96
