@@ -16,6 +16,7 @@ from ..streams import load_solvers
 from .backend import kernel
 from .checks import check_length, device_of, segments, segments_alike
 from .flags import Flag
+from .parallel import one_thread
 from .reduce import all_finite
 from .scales import float32
 
@@ -50,7 +51,7 @@ def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], le
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """Q of x = QR, by Householder reflections: orthonormal columns, whatever the rank of x.
+    """Q of x = QR, by Householder reflections: orthonormal columns, whatever the rank of x; on CPUs by one thread.
 
     Args:
         x: (..., n, r) float32.
@@ -64,7 +65,8 @@ def orthonormal(x: Tensor) -> Tensor:
                 [0.8000]])
     """
     load_solvers(x.device)
-    basis: Tensor = torch.linalg.qr(x).Q
+    with one_thread():
+        basis: Tensor = torch.linalg.qr(x).Q
     return basis
 
 
@@ -134,8 +136,8 @@ def add_products(
 def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> Flag:
     """`x = a' b` for each matrix, and whether all of it is finite.
 
-    Results do not depend on where x lies. The C++ kernel, for fewer than 16 vectors, adds them up in order, without fused
-    multiply-adds, in one pass: it gives the same bits on every processor.
+    Results depend neither on where x lies nor on the number of threads. The C++ kernel, for fewer than 16 vectors, adds them
+    up in order, without fused multiply-adds, in one pass: it gives the same bits on every processor.
 
     Args:
         xs: segments of float32, each a matrix (n, m) in rows; overwritten.
@@ -244,11 +246,12 @@ def _add_products(
 def _store(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> Flag:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
         left, right = _exact_factors(left, right)
-        # Elsewhere BLAS may round differently, and workers' tensors may lie differently.
-        if x.data_ptr() % ALIGNMENT == 0:
-            torch.mm(left.t(), right, out=x.view(n, -1))
-        else:
-            x.view(n, -1).copy_(left.t() @ right)
+        with one_thread():
+            # Elsewhere BLAS may round differently, and workers' tensors may lie differently.
+            if x.data_ptr() % ALIGNMENT == 0:
+                torch.mm(left.t(), right, out=x.view(n, -1))
+            else:
+                x.view(n, -1).copy_(left.t() @ right)
     return all_finite(xs)
 
 

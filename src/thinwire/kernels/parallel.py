@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
 from .backend import backend_for
 
 MOST_THREADS = 1024  # each has a stack; more end the process
@@ -45,3 +50,27 @@ def threads() -> int:
     from . import _native
 
     return _native.threads()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Context in which PyTorch works on the calling thread alone.
+
+    How it shares a product or a decomposition between threads changes the rounding, and workers may have different numbers of
+    threads.
+
+    Example:
+        >>> import torch
+        >>> with one_thread():
+        ...     torch.get_num_threads()
+        1
+    """
+    before = torch.get_num_threads()
+    if before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -18,7 +18,7 @@ from ..base import Codec, add_sections
 from ..quantize.qsgd import QSGD
 from ..traits import Traits
 from ..types import number
-from .svd import matrix_shape
+from .svd import matrix_shape, product_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -105,7 +105,7 @@ class LowRank(Codec):
                 continue
             # Each factor has memory of its own: the rounding of a product may depend on its alignment.
             p, q = next(left).view(rank, n), torch.stack(list(islice(left, rank)))
-            yield (p.t() @ q).view(-1)[: x.numel()].view(x.shape)
+            yield product_of(p, q, x.shape)
 
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
         return self.values.segments_nbytes(self._numels(shapes))
