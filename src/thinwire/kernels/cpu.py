@@ -131,7 +131,7 @@ for _kernel, _function in SAME_ARGUMENTS.items():
     _kernel.runs_on("cpu")(partial(_call, _function))
 
 BLAS_RANK = 16
-"""Vectors from which on the references of low-rank products, which call BLAS, are faster."""
+"""From so many vectors on, the references of low-rank products are faster: they call BLAS."""
 
 
 def _call_below(kernel: Kernel[..., Any], function: Callable[..., Any], factors: int, *arguments: Any) -> Any:
