@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from .. import debug
 from . import bits as bit
 from . import words
 from .backend import kernel
@@ -82,7 +83,7 @@ def _encode(xs: list[Tensor], out: Tensor, bits: int, bucket_size: int, residual
     all_means, codes = [], []
     for i, x in enumerate(xs):
         bins, means = _split(x, bits, bucket_size)
-        packed = torch.empty(words.nbytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
+        packed = debug.empty(words.nbytes(x.numel(), bits), dtype=torch.uint8, device=x.device)
         words.encode((bins % (1 << bits)).to(torch.int32), [x.numel()], bits, packed)
         all_means.append(means)
         codes.append(packed)

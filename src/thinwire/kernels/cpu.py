@@ -108,6 +108,10 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     indices._encode: _native.indices_encode,
     levels._encode: _native.levels_encode,
     levels._decode_add: _native.levels_decode_add,
+    low_rank._add: _native.low_rank_add,
+    low_rank._add_products: _native.low_rank_add_products,
+    low_rank._products: _native.low_rank_products,
+    low_rank._store: _native.low_rank_store,
     mix._add: _native.mix_add,
     modular._add: _native.modular_add,
     modular._recover_add: _native.modular_recover_add,
@@ -127,27 +131,24 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
     ternary._encode: _native.ternary_encode,
     ternary._decode_add: _native.ternary_decode_add,
 }
-for _kernel, _function in SAME_ARGUMENTS.items():
-    _kernel.runs_on("cpu")(partial(_call, _function))
-
 BLAS_RANK = 16
 """From so many vectors on, the references of low-rank products are faster: they call BLAS."""
+_FACTORS = {low_rank._add: 2, low_rank._add_products: 4, low_rank._products: 2, low_rank._store: 2}
+"""Of low-rank products, the place of the argument with the vectors."""
 
 
-def _call_below(kernel: Kernel[..., Any], function: Callable[..., Any], factors: int, *arguments: Any) -> Any:
+def _call_below(kernel: Kernel[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a C++ function for few vectors, of which there are as many for each matrix; else the reference."""
-    if arguments[factors] and len(arguments[factors][0]) >= BLAS_RANK:
+    factors = arguments[_FACTORS[kernel]]
+    if factors and len(factors[0]) >= BLAS_RANK:
         return kernel.reference(*arguments)
     return _call(function, *arguments)
 
 
-for _kernel, _function, _factors in (
-    (low_rank._add, _native.low_rank_add, 2),
-    (low_rank._add_products, _native.low_rank_add_products, 4),
-    (low_rank._products, _native.low_rank_products, 2),
-    (low_rank._store, _native.low_rank_store, 2),
-):
-    _kernel.runs_on("cpu")(partial(_call_below, _kernel, _function, _factors))
+for _kernel, _function in SAME_ARGUMENTS.items():
+    _kernel.runs_on("cpu")(
+        partial(_call_below, _kernel, _function) if _kernel in _FACTORS else partial(_call, _function)
+    )
 
 
 # ---- other arguments than the reference's ----

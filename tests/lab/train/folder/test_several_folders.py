@@ -63,8 +63,8 @@ def test_a_run_is_finished_where_it_is_so_in_all_folders(tmp_path):
     for machine in "ab":
         assert LocalWorld(2).run(worker) == [False, False]
         (tmp_path / machine / "mine").mkdir(parents=True)
-        for name in ("config.json", "summary.json"):
-            (tmp_path / machine / "mine" / name).write_text("{}")
+        (tmp_path / machine / "mine" / "config.json").write_text("{}")
+        (tmp_path / machine / "mine" / "summary.json").write_text('{"final": {}}')
     assert LocalWorld(2).run(worker) == [True, True]
     (tmp_path / "b" / "mine" / "config.json").unlink()
     with pytest.raises(SharedError, match="worker 1: '.*/b/mine' is not a run: config.json is missing; restore"):
