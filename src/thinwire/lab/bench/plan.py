@@ -56,9 +56,10 @@ def measured_speeds(numel: int, others: Sequence[Method] = ()) -> Speeds:
         copies.append(copy_seconds)
         shares[name] = CopyShare(copy_seconds / encode_seconds, copy_seconds / decode_seconds)
     shares[MEMORY] = _of_memory(x, median(copies))
-    for averager in filter(multiplies, averagers):
+    low_rank = {repr(averager): averager for averager in filter(multiplies, averagers)}
+    for name, averager in low_rank.items():
         with suppress(ValueError):  # a topology of another number of workers
-            shares[repr(averager)] = measure_low_rank(averager, numel, REPETITIONS)
+            shares[name] = measure_low_rank(averager, numel, REPETITIONS)
     return Speeds(4 * numel / median(copies), shares)
 
 
