@@ -124,6 +124,7 @@ def fork_what_is_started() -> None:
     subprocess.Popen._execute_child = _fork_or_execute
     subprocess.Popen._try_wait = _try_wait
     subprocess.Popen._internal_poll = _internal_poll
+    os.killpg = _killpg
 
 
 def fork_server_or_spawn(
@@ -235,8 +236,12 @@ def _fork_or_execute(popen: subprocess.Popen, *arguments: Any, execute: Any = su
     with unittest.mock.patch.dict(sys.modules, __main__=ModuleType("__main__")):
         process.start()
     popen.forked, popen.pid, popen._child_created = process, process.pid, True
+    _forked[process.pid] = popen
     pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
     popen._close_pipe_fds(*(given[name] for name in pipes))
+
+
+_forked: dict[int, subprocess.Popen] = {}
 
 
 @dataclass
@@ -284,3 +289,17 @@ def _internal_poll(
         finally:
             popen._waitpid_lock.release()
     return popen.returncode
+
+
+def _killpg(group: int, number: int, kill: Callable[[int, int], None] = os.killpg) -> None:
+    """`os.killpg` to which a program exists, as a process of this one would, until its end was asked for.
+
+    The fork server asks at once; and a program that has just started may not lead its group yet.
+    """
+    try:
+        kill(group, number)
+    except ProcessLookupError:
+        if group not in _forked or _forked[group].returncode is not None:
+            raise
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(group, number)
