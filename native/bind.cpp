@@ -14,9 +14,9 @@ namespace nb = nanobind;
 using namespace nb::literals;
 
 template <typename T>
-using Array = nb::ndarray<T, nb::numpy, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Array = nb::ndarray<T, nb::numpy, nb::c_contig, nb::device::cpu>;
 
-// A view of a one-dimensional contiguous NumPy array. The caller's argument keeps the array alive during the call.
+// A flat view of a contiguous NumPy array. The caller's argument keeps the array alive during the call.
 namespace nanobind::detail {
 
 template <typename T>

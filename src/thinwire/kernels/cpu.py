@@ -49,13 +49,10 @@ _int64 = partial(torch.tensor, dtype=torch.int64, device="cpu")
 
 
 def _arrays(items: Sequence[Any] | None) -> list[Any]:
-    """Flat views of tensors with equally many dimensions; other items as they are, and none for None."""
+    """Arrays of tensors; other items as they are, and none for None."""
     if not items:
         return []
-    if not isinstance(items[0], Tensor):
-        return list(items)
-    # Segments are flat already, so that they need no view.
-    return list(map(Tensor.numpy, items if items[0].dim() == 1 else [x.view(-1) for x in items]))
+    return list(map(Tensor.numpy, items)) if isinstance(items[0], Tensor) else list(items)
 
 
 def _quantizer(q: quantize.Quantizer) -> _native.Quantizer:

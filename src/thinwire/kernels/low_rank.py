@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import debug
 from ..streams import load_solvers
 from .backend import kernel
-from .checks import check_length, device_of, segments, segments_alike
+from .checks import check_length, detached, device_of, segments, segments_alike
 from .flags import Flag
 from .parallel import one_thread
 from .reduce import all_finite
@@ -90,7 +90,7 @@ def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seque
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    _add.on[device.type](checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+    _add.on[device.type](checked, list(rows), detached(a), detached(b))
 
 
 def add_products(
@@ -157,7 +157,7 @@ def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seq
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    return _store.on[device.type](checked, list(rows), [t.detach() for t in a], [t.detach() for t in b])
+    return _store.on[device.type](checked, list(rows), detached(a), detached(b))
 
 
 def _vectors(
@@ -170,7 +170,7 @@ def _vectors(
         sides = (n, x.numel() // n) if left else (x.numel() // n, n)
         _check_factor(f"ps[{i}]", p, sides[0], device)
         outs.append(debug.empty(p.shape[0], sides[1], dtype=torch.float32, device=device))
-    return [p.detach() for p in ps], outs
+    return detached(ps), outs
 
 
 def _checked_factors(
@@ -182,7 +182,7 @@ def _checked_factors(
     for i, (x, n, left, right) in enumerate(zip(checked, rows, a, b, strict=True)):
         _check_factor(f"a[{i}]", left, n, device)
         _check_factor(f"b[{i}]", right, x.numel() // n, device)
-        if len(left) != len(right):
+        if left.shape[0] != right.shape[0]:
             raise ValueError(f"b[{i}]: expected {len(left)} vectors, as in a[{i}], got {len(right)}")
     return checked
 

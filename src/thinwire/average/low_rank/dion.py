@@ -35,7 +35,7 @@ from ..base import (
     result_buffers,
 )
 from ..traits import AveragerTraits
-from .matrices import all_reduce_parts, bases, columns, gains, warm_start
+from .matrices import all_reduce_parts, bases, by_shape, columns, gains, scaled_each, warm_start
 
 
 @dataclass
@@ -154,15 +154,13 @@ class Dion(Averager):
             own = kernels.low_rank.products(xs, rows, ps, left=True)
         totals = all_reduce_parts(own, comm, clock)()
         with clock("decode"):
-            rs = [total / comm.size for total in totals]
+            rs = by_shape(lambda total: total / comm.size, totals)
             # No update where there is no gradient. Results carry the loss scale, as gradients do.
-            units = [
-                _unit_rows(r, torch.zeros_like(r)) * (scale * sqrt(b.shape[0] / b.shape[1]))
-                for b, r in zip(bs, rs, strict=True)
-            ]
-            kernels.low_rank.add(xs, rows, [p * (self.mu - 1.0) for p in ps], rs)
-            for (name, _), b, r in zip(matrices, bs, rs, strict=True):
-                state.pending[name] = b, _unit_rows(r, state.q[name])
+            units = by_shape(lambda r: _unit_rows(r, torch.zeros_like(r)), rs)
+            units = scaled_each(units, [scale * sqrt(b.shape[0] / b.shape[1]) for b in bs])
+            kernels.low_rank.add(xs, rows, by_shape(lambda p: p * (self.mu - 1.0), ps), rs)
+            qs = by_shape(_unit_rows, rs, [state.q[name] for name, _ in matrices])
+            state.pending.update((name, (b, q)) for (name, _), b, q in zip(matrices, bs, qs, strict=True))
             targets = [t for _, t in matrices]
             outs = result_buffers(targets)
             finite = kernels.low_rank.store([out.view(-1) for out in outs], rows, ps, units)
@@ -175,7 +173,7 @@ class Dion(Averager):
 
 def _unit_rows(q: Tensor, old: Tensor) -> Tensor:
     """Rows scaled to length 1; a row of zeros becomes that of `old`."""
-    peak = q.abs().amax(dim=1, keepdim=True)
+    peak = q.abs().amax(dim=-1, keepdim=True)
     q = q / torch.where(peak > 0, peak, 1.0)  # so that squares do not underflow
-    norm = torch.linalg.vector_norm(q, dim=1, keepdim=True)
+    norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
     return q / norm if len(old) == 0 else torch.where(norm > 0, q / norm, old)

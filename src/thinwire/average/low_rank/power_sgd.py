@@ -43,7 +43,7 @@ from ..base import (
     copy_changed,
     result_buffers,
 )
-from .matrices import all_reduce_parts, bases, columns, gains, warm_start
+from .matrices import all_reduce_parts, bases, by_shape, columns, gains, scaled_each, warm_start
 
 
 def _load_q(state: PowerSGDState, q: dict[str, Tensor], saved: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -216,32 +216,31 @@ class PowerSGD(Averager):
         """
         clock, memory = state.clock, self.memory
         sums = all_reduce_parts([*own_ps, *(d.x for d in dense)], comm, clock)()
-        rows, xs = [len(m.target) for m in matrices], [m.x for m in matrices]
+        rows, xs = [m.target.shape[0] for m in matrices], [m.x for m in matrices]
         with clock("encode"):
             ps = bases(sums[: len(matrices)])
             own_qs = kernels.low_rank.products(xs, rows, ps, left=True)
         wait = all_reduce_parts(own_qs, comm, clock)
         with clock("encode"):  # while the all-reduce runs
             if memory is not None:
-                kernels.low_rank.add(xs, rows, [-p for p in ps], own_qs)  # what this worker did not send
+                kernels.low_rank.add(xs, rows, by_shape(torch.neg, ps), own_qs)  # what this worker did not send
             # They were sent whole, so nothing is left of them.
             for d in (d for d in dense if d.remembers):
                 d.x.zero_()
         new_qs = wait()
         with clock("decode"):
-            state.pending_q.update((m.name, _rescaled(new, q)) for m, new, q in zip(matrices, new_qs, qs, strict=True))
+            state.pending_q.update(zip([m.name for m in matrices], by_shape(_rescaled, new_qs, qs), strict=True))
             # The factor goes into Q, which is smaller than the result.
-            scaled = [q * (m.scale / comm.size) for m, q in zip(matrices, new_qs, strict=True)]
+            scaled = scaled_each(new_qs, [m.scale / comm.size for m in matrices])
             parts = [*matrices, *dense]
             targets = [part.target for part in parts]
             # Float32, so that memory sees means before they are rounded to a shorter type.
             outs = result_buffers(targets)
             products = outs[: len(matrices)]
-            finite = kernels.low_rank.store(
-                [out.view(-1) for out in products], [len(out) for out in products], ps, scaled
-            )
-            for d, out, total in zip(dense, outs[len(matrices) :], sums[len(matrices) :], strict=True):
-                out.copy_((total * (d.scale / comm.size)).view(out.shape))
+            finite = kernels.low_rank.store([out.view(-1) for out in products], rows, ps, scaled)
+            means = scaled_each(sums[len(matrices) :], [d.scale / comm.size for d in dense])
+            for out, mean in zip(outs[len(matrices) :], means, strict=True):
+                out.copy_(mean.view(out.shape))
             for part, out in zip(parts, outs, strict=True):
                 if memory is not None and part.remembers:
                     memory.decoded(state.memory, part.name, out, part.scale)
@@ -256,5 +255,5 @@ def _rescaled(q: Tensor, old: Tensor) -> Tensor:
     Unscaled, Q would be as large as the gradient, and P as large as its square, which underflows float32 below 1e-19. A
     row of zeros would stay zero for ever, so it takes its old value.
     """
-    peak = q.abs().amax(dim=1, keepdim=True)
+    peak = q.abs().amax(dim=-1, keepdim=True)
     return torch.where(peak > 0, q / peak, old)
