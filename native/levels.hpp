@@ -19,7 +19,7 @@ struct alignas(16) Cell {
 // Cells of numbers whose sign and upper bits are equal, so that a shift finds the cell. All smaller magnitudes share the
 // first cell of their sign, all larger ones the last. Exists if no cell has more than one inner level.
 struct Cells {
-    static constexpr int kMaxPerSign = 1024;  // 32 KB in all
+    static constexpr int kMaxPerSign = 2048;  // 64 KB in all
     static constexpr int kWidest = 23, kNarrowest = 14;
     int shift = 0, first = 0, per_sign = 0;
     std::vector<Cell> cells;
