@@ -51,71 +51,55 @@ THINWIRE_CLONES void encode_part(const float* x, size_t n, float* residual, cons
     for (size_t at = 0; at < n; at += kChunk) pack_codes(bits, codes + at, std::min(kChunk, n - at), out + at / 8 * bits);
 }
 
-// Elements from `begin`, a multiple of kChunk, to `end`.
-THINWIRE_CLONES void decode_part(const uint8_t* means, const uint8_t* payload, float* out, size_t begin, size_t end,
-                                 float weight, const Buckets* buckets) {
-    alignas(64) uint8_t codes[kChunk];
-    float values[kMostBins];
-    const size_t num_bins = size_t{1} << buckets->bits;
-    size_t bucket = begin / buckets->size, bucket_end = begin;
-    for (size_t start = begin; start < end; start += kChunk) {
-        const size_t stop = std::min(end, start + kChunk);
-        prefetch(out + stop, std::min(end, stop + kChunk) - stop);
-        unpack_codes(buckets->bits, payload + start / 8 * buckets->bits, stop - start, codes);
-        for (size_t at = start; at < stop;) {
-            if (at == bucket_end) {
-                const uint8_t* from = means + bucket * num_bins * sizeof(float);
-                for (size_t i = 0; i < num_bins; ++i) values[i] = load<float>(from + i * sizeof(float)) * weight;
-                bucket_end = ++bucket * buckets->size;
-            }
-            const size_t to = std::min(stop, bucket_end);
-            THINWIRE_INDEPENDENT
-            for (size_t i = at; i < to; ++i) out[i] += values[codes[i - start]];
-            at = to;
-        }
+struct BinMeans {
+    // Each bin's mean, weighted.
+    struct Step {
+        float of[kMostBins];
+    };
+    size_t num_bins;
+
+    THINWIRE_INLINE void read(const uint8_t* means, size_t bucket, float weight, Step& step) const {
+        const uint8_t* from = means + bucket * num_bins * sizeof(float);
+        for (size_t i = 0; i < num_bins; ++i) step.of[i] = load<float>(from + i * sizeof(float)) * weight;
     }
+
+    THINWIRE_INLINE void decode(const uint8_t* codes, size_t n, const Step& step, float* out) const {
+        THINWIRE_INDEPENDENT
+        for (size_t i = 0; i < n; ++i) out[i] += step.of[codes[i]];
+    }
+};
+
+THINWIRE_CLONES void decode_part(const uint8_t* means, const uint8_t* codes, float* out, size_t begin, size_t end,
+                                 float weight, const Buckets* buckets) {
+    decode_range<uint8_t, true>(BinMeans{size_t{1} << buckets->bits}, means, codes, out, begin, end, weight, *buckets);
 }
 
-// Where each segment's means and codes begin: first all means, then all codes.
-template <typename Segment>
-std::vector<Place> places_of(const std::vector<Segment>& segments, size_t nbytes, const Buckets& buckets) {
-    require(buckets.bits >= 1 && buckets.bits <= kMostBits, "bits: expected 1 to 8");
-    const size_t bucket_nbytes = sizeof(float) << buckets.bits;
-    Place next{0, checked_scales_nbytes(segments, nbytes, buckets, bucket_nbytes)};
-    std::vector<Place> places;
-    for (const Segment& segment : segments) {
-        places.push_back(next);
-        next.scales += bucket_nbytes * num_buckets(segment.numel, buckets.size);
-        next.codes += code_nbytes(segment.numel, buckets.bits);
-    }
-    return places;
+Buckets checked_buckets(int bits, size_t bucket_size) {
+    require(bits >= 1 && bits <= kMostBits, "bits: expected 1 to 8");
+    require(bucket_size >= 1, "bucket_size: expected at least 1");
+    return {bits, bucket_size, false};
 }
 
 }  // namespace
 
 void bin_means_encode(const Inputs& xs, Bytes out, int bits, size_t bucket_size, const Outputs& residuals) {
-    const Buckets buckets{bits, bucket_size, false};
-    const std::vector<Place> places = places_of(xs, out.numel, buckets);
-    require_fitting(residuals, xs);
-    const size_t unit = encoded_unit(buckets), block = (kBlock + unit - 1) / unit * unit;
-    for_each_piece(xs, unit, [&](size_t s, size_t begin, size_t end) {
-        std::vector<uint8_t> codes(std::min(block, end - begin) + kChunk);
-        for (size_t at = begin; at < end; at += block) {
-            uint8_t* means = out.data + places[s].scales + (sizeof(float) << bits) * (at / bucket_size);
-            float* residual = residuals.empty() ? nullptr : residuals[s].data + at;
-            encode_part(xs[s].data + at, std::min(block, end - at), residual, &buckets, means, codes.data(),
-                        out.data + places[s].codes + code_nbytes(at, bits));
-        }
-    });
+    const Buckets buckets = checked_buckets(bits, bucket_size);
+    const size_t unit = encoded_unit(buckets), block = (kBlock + unit - 1) / unit * unit, means_nbytes = sizeof(float) << bits;
+    const auto encode = [&](size_t, const float* x, size_t n, float* residual, Key, uint8_t* means, uint8_t* to) {
+        std::vector<uint8_t> codes(std::min(block, n) + kChunk);
+        for (size_t at = 0; at < n; at += block)
+            encode_part(x + at, std::min(block, n - at), residual ? residual + at : nullptr, &buckets,
+                        means + at / bucket_size * means_nbytes, codes.data(), to + code_nbytes(at, bits));
+    };
+    for_each_encoded(xs, out, Keys(xs.size()), OneGroup{buckets}, residuals, encode, means_nbytes);
 }
 
 void bin_means_decode_add(Payload payload, const Outputs& outs, float weight, int bits, size_t bucket_size) {
-    const Buckets buckets{bits, bucket_size, false};
-    const std::vector<Place> places = places_of(outs, payload.numel, buckets);
-    for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
-        decode_part(payload.data + places[s].scales, payload.data + places[s].codes, outs[s].data, begin, end, weight,
-                    &buckets);
-    });
+    const Buckets buckets = checked_buckets(bits, bucket_size);
+    const auto decode = [&](size_t, const uint8_t* means, const uint8_t* codes, float* out, size_t begin, size_t end) {
+        decode_part(means, codes, out, begin, end, weight, &buckets);
+    };
+    for_each_decoded(payload, outs, OneGroup{buckets}, decode, sizeof(float) << bits);
 }
 
 }  // namespace thinwire

@@ -89,12 +89,13 @@ struct Place {
     size_t scales, codes;
 };
 
-template <typename Scale, typename Segment, typename Groups>
-std::vector<Place> checked_places(const std::vector<Segment>& segments, size_t nbytes, const Groups& groups) {
+template <typename Segment, typename Groups>
+std::vector<Place> checked_places(const std::vector<Segment>& segments, size_t nbytes, const Groups& groups,
+                                  size_t scale_nbytes) {
     std::vector<Place> next(groups.size()), places;  // the bytes of each group, and then where its next segment begins
     const auto grow = [&](Place& at, size_t s) {
         const Buckets& buckets = groups[groups.group(s)];
-        at.scales += sizeof(Scale) * num_buckets(segments[s].numel, buckets.size);
+        at.scales += scale_nbytes * num_buckets(segments[s].numel, buckets.size);
         at.codes += code_nbytes(segments[s].numel, buckets.bits);
     };
     for (size_t g = 0; g < groups.size(); ++g) {
@@ -155,22 +156,22 @@ THINWIRE_INLINE void encode_buckets(const Rule& rule, const float* x, size_t n, 
     }
 }
 
-// `rule.decode(codes, n, step, out)` adds a part of one bucket, whose step is rule.step(scale, weight), to `out`;
-// `rule.write`, called unless `add`, overwrites it. Elements from `begin`, a multiple of kChunk, to `end` are decoded.
+// `rule.decode(codes, n, step, out)` adds a part of one bucket to `out`, and `rule.write`, called unless `add`, overwrites it.
+// `rule.read(scales, bucket, weight, step)` reads the bucket's step, of the type Rule::Step. Elements from `begin`, a multiple of
+// kChunk, to `end` are decoded.
 template <typename Code, bool add, typename Rule>
 THINWIRE_INLINE void decode_range(const Rule& rule, const uint8_t* scales, const uint8_t* payload, float* out,
                                   size_t begin, size_t end, float weight, Buckets buckets) {
     alignas(64) Code codes[kChunk];
-    size_t bucket = begin / buckets.size;
-    typename Rule::Scale step{};
-    size_t bucket_end = begin;
+    typename Rule::Step step{};
+    size_t bucket = begin / buckets.size, bucket_end = begin;
     for (size_t start = begin; start < end; start += kChunk) {
         const size_t stop = std::min(end, start + kChunk);
         if (add) prefetch(out + stop, std::min(end, stop + kChunk) - stop);
         unpack_codes(buckets.bits, payload + start / 8 * buckets.bits, stop - start, codes);
         for (size_t at = start; at < stop;) {
             if (at == bucket_end) {
-                step = rule.step(load<typename Rule::Scale>(scales + bucket * sizeof step), weight);
+                rule.read(scales, bucket, weight, step);
                 bucket_end = ++bucket * buckets.size;
             }
             const size_t part = std::min(stop, bucket_end) - at;
@@ -226,16 +227,16 @@ THINWIRE_INLINE bool sum_range(const Rule& rule, const std::vector<Part>& parts,
 }
 
 // Calls `encode(group, x, n, residual, key, scales, codes)` for pieces of segments; each starts a bucket.
-template <typename Scale = float, typename Groups, typename Encode>
+template <typename Groups, typename Encode>
 void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Groups& groups, const Outputs& residuals,
-                      Encode encode) {
-    const std::vector<Place> places = checked_places<Scale>(xs, out.numel, groups);
+                      Encode encode, size_t scale_nbytes = sizeof(float)) {
+    const std::vector<Place> places = checked_places(xs, out.numel, groups, scale_nbytes);
     require(keys.size() == xs.size(), "keys: expected one per segment");
     require_fitting(residuals, xs);
     const auto unit = [&](size_t s) { return encoded_unit(groups[groups.group(s)]); };
     for_each_piece(xs, unit, [&](size_t s, size_t begin, size_t end) {
         const size_t group = groups.group(s);
-        uint8_t* scales = out.data + places[s].scales + sizeof(Scale) * (begin / groups[group].size);
+        uint8_t* scales = out.data + places[s].scales + scale_nbytes * (begin / groups[group].size);
         uint8_t* codes = out.data + places[s].codes + code_nbytes(begin, groups[group].bits);
         float* residual = residuals.empty() ? nullptr : residuals[s].data + begin;
         encode(group, xs[s].data + begin, end - begin, residual, key_from(Key(keys[s]), begin), scales, codes);
@@ -243,9 +244,10 @@ void for_each_encoded(const Inputs& xs, Bytes out, const Keys& keys, const Group
 }
 
 // Calls `decode(group, scales, codes, out, begin, end)` for ranges of segments; the pointers are to the segments' starts.
-template <typename Scale = float, typename Groups, typename Decode>
-void for_each_decoded(Payload payload, const Outputs& outs, const Groups& groups, Decode decode) {
-    const std::vector<Place> places = checked_places<Scale>(outs, payload.numel, groups);
+template <typename Groups, typename Decode>
+void for_each_decoded(Payload payload, const Outputs& outs, const Groups& groups, Decode decode,
+                      size_t scale_nbytes = sizeof(float)) {
+    const std::vector<Place> places = checked_places(outs, payload.numel, groups, scale_nbytes);
     for_each_piece(outs, kChunk, [&](size_t s, size_t begin, size_t end) {
         const uint8_t *scales = payload.data + places[s].scales, *codes = payload.data + places[s].codes;
         decode(groups.group(s), scales, codes, outs[s].data, begin, end);
@@ -257,7 +259,7 @@ void for_each_decoded(Payload payload, const Outputs& outs, const Groups& groups
 template <typename Groups, typename Sum>
 bool for_each_summed(const Payloads& payloads, const Outputs& outs, const Groups& groups, Sum sum) {
     require(!payloads.empty(), "payloads: expected at least one");
-    const std::vector<Place> places = checked_places<float>(outs, payloads[0].numel, groups);
+    const std::vector<Place> places = checked_places(outs, payloads[0].numel, groups, sizeof(float));
     for (const Payload& p : payloads)
         require(p.numel == payloads[0].numel, "payload: its size does not fit the segments");
     std::atomic<bool> finite{true};

@@ -78,6 +78,7 @@ THINWIRE_INLINE void encode_by_search(const Table& table, const Drawn& part, uin
 template <bool by_exponents>
 struct LevelRule {
     using Scale = float;
+    using Step = float;
     const Table* table;
 
     THINWIRE_INLINE float scale_of(const float* x, size_t n, Buckets buckets) const {
@@ -101,7 +102,9 @@ struct LevelRule {
             encode_by_search<with_residual>(*table, part, codes, residual);
     }
 
-    THINWIRE_INLINE float step(float scale, float weight) const { return scale * weight; }
+    THINWIRE_INLINE void read(const uint8_t* scales, size_t bucket, float weight, float& step) const {
+        step = load<float>(scales + bucket * sizeof(float)) * weight;
+    }
 
     THINWIRE_INLINE void decode(const uint8_t* codes, size_t n, float step, float* out) const {
         decode_elements(*table, codes, n, step, out);

@@ -17,6 +17,7 @@ THINWIRE_INLINE float mean(double sum, size_t count) {
 
 struct OneBit {
     using Scale = Means;
+    using Step = Means;
 
     THINWIRE_INLINE Means scale_of(const float* x, size_t n, Buckets) const {
         size_t num_negative = 0;
@@ -36,7 +37,10 @@ struct OneBit {
         }
     }
 
-    THINWIRE_INLINE Means step(Means means, float weight) const { return {means.low * weight, means.high * weight}; }
+    THINWIRE_INLINE void read(const uint8_t* scales, size_t bucket, float weight, Means& step) const {
+        const Means means = load<Means>(scales + bucket * sizeof(Means));
+        step = {means.low * weight, means.high * weight};
+    }
 
     THINWIRE_INLINE void decode(const uint8_t* codes, size_t n, Means step, float* out) const {
         THINWIRE_INDEPENDENT
@@ -58,18 +62,18 @@ THINWIRE_CLONES void decode_part(const uint8_t* scales, const uint8_t* codes, fl
 
 void onebit_encode(const Inputs& xs, Bytes out, size_t bucket_size, const Outputs& residuals) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_encoded<Means>(xs, out, Keys(xs.size()), OneGroup{buckets}, residuals,
-                            [&](size_t, const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
-                                encode_part(x, n, residual, &buckets, scales, codes);
-                            });
+    const auto encode = [&](size_t, const float* x, size_t n, float* residual, Key, uint8_t* scales, uint8_t* codes) {
+        encode_part(x, n, residual, &buckets, scales, codes);
+    };
+    for_each_encoded(xs, out, Keys(xs.size()), OneGroup{buckets}, residuals, encode, sizeof(Means));
 }
 
 void onebit_decode_add(Payload payload, const Outputs& outs, float weight, size_t bucket_size) {
     const Buckets buckets{1, bucket_size, false};
-    for_each_decoded<Means>(payload, outs, OneGroup{buckets},
-                            [&](size_t, const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
-                                decode_part(scales, codes, out, begin, end, weight, &buckets);
-                            });
+    const auto decode = [&](size_t, const uint8_t* scales, const uint8_t* codes, float* out, size_t begin, size_t end) {
+        decode_part(scales, codes, out, begin, end, weight, &buckets);
+    };
+    for_each_decoded(payload, outs, OneGroup{buckets}, decode, sizeof(Means));
 }
 
 }  // namespace thinwire

@@ -10,6 +10,7 @@ namespace {
 template <typename Code>
 struct Uniform {
     using Scale = float;
+    using Step = float;
     int num_steps;
 
     THINWIRE_INLINE float scale_of(const float* x, size_t n, Buckets buckets) const {
@@ -50,8 +51,8 @@ struct Uniform {
         }
     }
 
-    THINWIRE_INLINE float step(float scale, float weight) const {
-        return scale / static_cast<float>(num_steps) * weight;
+    THINWIRE_INLINE void read(const uint8_t* scales, size_t bucket, float weight, float& step) const {
+        step = load<float>(scales + bucket * sizeof(float)) / static_cast<float>(num_steps) * weight;
     }
 
     // A corrupt code may be beyond the last level.
