@@ -47,19 +47,16 @@ def vector(name: str, t: Tensor, dtype: torch.dtype, device: torch.device) -> Te
     return t.detach()
 
 
-def detached(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors without their gradients' history; those that have none as they are, which costs less."""
-    return [t.detach() if t.requires_grad else t for t in tensors]
-
-
 def segments(
     name: str, tensors: Sequence[Tensor], device: torch.device, dtype: torch.dtype = torch.float32
 ) -> list[Tensor]:
     """Check that all tensors are segments of this type on one device; return them detached."""
+    checked = []
     for i, t in enumerate(tensors):
         if t.dtype != dtype or t.dim() != 1 or not t.is_contiguous() or t.device != device:
             vector(f"{name}[{i}]", t, dtype, device)  # raises; called here alone, it costs less
-    return detached(tensors)
+        checked.append(t.detach() if t.requires_grad else t)
+    return checked
 
 
 def segments_alike(

@@ -14,7 +14,7 @@ from torch import Tensor
 from .. import debug
 from ..streams import load_solvers
 from .backend import kernel
-from .checks import check_length, detached, device_of, segments, segments_alike
+from .checks import check_length, device_of, segments, segments_alike
 from .flags import Flag
 from .parallel import one_thread
 from .reduce import all_finite
@@ -90,7 +90,7 @@ def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seque
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    _add.on[device.type](checked, list(rows), detached(a), detached(b))
+    _add.on[device.type](checked, list(rows), _detached(a), _detached(b))
 
 
 def add_products(
@@ -157,7 +157,7 @@ def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Seq
     """
     device = device_of(xs)
     checked = _checked_factors(xs, rows, a, b, device)
-    return _store.on[device.type](checked, list(rows), detached(a), detached(b))
+    return _store.on[device.type](checked, list(rows), _detached(a), _detached(b))
 
 
 def _vectors(
@@ -170,7 +170,7 @@ def _vectors(
         sides = (n, x.numel() // n) if left else (x.numel() // n, n)
         _check_factor(f"ps[{i}]", p, sides[0], device)
         outs.append(debug.empty(p.shape[0], sides[1], dtype=torch.float32, device=device))
-    return detached(ps), outs
+    return _detached(ps), outs
 
 
 def _checked_factors(
@@ -185,6 +185,10 @@ def _checked_factors(
         if left.shape[0] != right.shape[0]:
             raise ValueError(f"b[{i}]: expected {len(left)} vectors, as in a[{i}], got {len(right)}")
     return checked
+
+
+def _detached(factors: Sequence[Tensor]) -> list[Tensor]:
+    return [t.detach() if t.requires_grad else t for t in factors]
 
 
 def _matrices(xs: Sequence[Tensor], rows: Sequence[int], device: torch.device) -> list[Tensor]:
