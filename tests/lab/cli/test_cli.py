@@ -206,6 +206,7 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
         (["train", "zzzz"], "is like it; see thinwire train --list"),
         (["train", "--list", "--nope"], "--list takes nothing else, got '--nope'; see thinwire train --help"),
         (["topology", "Zork()"], "; see thinwire list (at column 1"),
+        (["topology", "Ring()", "--workers", "1000000"], "at most 2,048 workers, got 1,000,000"),
         (["list", "codec"], "unknown kind 'codec'; did you mean 'codecs'? See thinwire list --help"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),

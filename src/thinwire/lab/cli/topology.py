@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from ...algorithm import able_to
+from ...algorithm import able_to, require
 from .options import parsed, shown_as
+
+_MOST_WORKERS = 2048  # which take up to half a minute in most graphs; the time grows with their cube
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,8 @@ def topology_command(options: list[str]) -> None:
     from ..bench.rows import as_parsed
 
     topology = as_parsed(asked.graph, Topology)
+    fits = asked.workers <= _MOST_WORKERS
+    require(fits, f"a topology is described for at most {_MOST_WORKERS:,} workers, got {asked.workers:,}")
     rows = describe(topology, asked.workers)
     if asked.output is not None:
         with able_to(f"write {asked.output}", "choose another file"):
