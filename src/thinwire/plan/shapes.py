@@ -121,6 +121,7 @@ RULES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("add_", "sub_", "mul_", "zero_", "copy_", "addmm_"), _in_place),
     **dict.fromkeys(("zeros_like", "empty_like", "abs", "neg", "sign"), _like),
     "clamp": lambda x, *_, **__: _like(x),
+    "_foreach_mul": lambda tensors, factors: list(map(_like, tensors)),
     **dict.fromkeys(("matmul", "mm"), _product),
     "zeros": _new,
     "arange": _arange,
