@@ -105,6 +105,19 @@ def wait_for(event: torch.cuda.Event, device: torch.device) -> None:
         current_stream(device).wait_event(event)
 
 
+def note_stream(streams: set[torch.cuda.Stream], device: torch.device) -> None:
+    """Add the current stream to those on which something was made; in main memory there is none."""
+    if has_streams(device):
+        streams.add(current_stream(device))
+
+
+def wait_for_streams(streams: set[torch.cuda.Stream], device: torch.device) -> None:
+    """Make the current stream wait for what is queued on each of these."""
+    for stream in streams:
+        if stream != (now := current_stream(device)):
+            now.wait_event(stream.record_event())
+
+
 def hand_over(tensor: torch.Tensor) -> torch.cuda.Event | None:
     """Record an event after the work that made a tensor, for a thread that reads it next; None in main memory."""
     return current_stream(tensor.device).record_event() if has_streams(tensor.device) else None

@@ -161,6 +161,26 @@ def test_what_takes_the_place_of_a_frozen_gradient_is_kept_until_the_training_wa
     assert kept[0].expired()
 
 
+def test_a_bucket_waits_for_the_streams_of_all_its_gradients(gpu):
+    """Each gradient comes on a stream of its own, such as FSDP's; the last one launches all buckets before it too."""
+    layers = range(3)
+
+    def worker(comm):
+        net = model()
+        for i in layers:  # hooks of before run first
+            for p in net[i].parameters():
+                p.register_post_accumulate_grad_hook(lambda p, i=i: setattr(gpu.now, "stream", sides[i]))
+        with tw.compress_gradients(net, tw.Mean(), comm=comm, bucket_bytes=10_000):
+            gpu.log.clear()
+            net(torch.ones(3, 20)).sum().backward()
+            return list(gpu.log)
+
+    sides = [Stream(gpu.log, f"side {i}") for i in layers]
+    (log,) = tw.LocalWorld(1).run(worker)
+    begins = log.index(("work", "waits for", "side 0"))
+    assert sorted(log[:begins]) == [("side 0", "waits for", "side 1"), ("side 0", "waits for", "side 2")]
+
+
 def test_a_round_in_flight_works_beside_the_training(gpu):
     def worker(comm):
         net = model()

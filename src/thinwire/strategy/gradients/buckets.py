@@ -7,6 +7,9 @@ in the same order. At the end of backward, the remaining buckets are launched wi
 A parameter that was frozen since is sent, because rounds are the same on all workers, but `grad` stays None: with zeros, the
 optimizer would still apply decay and momentum.
 
+Gradients of a bucket may come on several streams of a GPU: FSDP reduces on one of its own, and a model may use more. The stream
+on which the bucket is launched waits for the others.
+
 Under FSDP the gradient of a parameter is complete when FSDP has reduced it. A loss that also uses the shard itself, such as a
 penalty on `model.parameters()`, adds to it by way of autograd, before that or after it.
 """
@@ -26,6 +29,7 @@ from torch.utils.hooks import unserializable_hook
 
 from ...algorithm import require
 from ...average.base import NamedTensors
+from ...streams import note_stream, wait_for_streams
 from ..model.models import NamedParameters, values_of
 from ..model.shards import is_sharded, local
 
@@ -121,10 +125,12 @@ class GradientBuckets:
         if graph_task != self._graph_task:
             self._graph_task = graph_task
             self._missing = [{id(p) for _, p in bucket} for bucket in self._buckets]
+            self._streams: list[set[Any]] = [set() for _ in self._buckets]
             self._num_launched = 0
             _at_end(lambda: _at_end(self._finish_backward))  # behind FSDP, which reduces at the end too
         self._launch_complete()
         bucket = self._bucket_of[key]
+        note_stream(self._streams[bucket], parameter.device)
         # This runs for each parameter, so messages are built only when they are raised.
         if bucket < self._num_launched:
             raise ValueError(
@@ -146,6 +152,7 @@ class GradientBuckets:
     def _launch_next(self) -> None:
         i = self._num_launched
         tensors = []
+        wait_for_streams(self._streams[i], self._buckets[i][0][1].device)
         for name, p in self._buckets[i]:
             if p.grad is None and not p.requires_grad:
                 tensors.append((name, torch.zeros_like(p)))
