@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import thinwire as tw
 from thinwire import kernels, streams
 from thinwire.clock import Clock
-from thinwire.comm import issuer, process_group
+from thinwire.comm import compare, issuer, process_group
 from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
@@ -318,6 +318,17 @@ def test_counters_of_faults_are_zero_before_another_stream_sees_them(gpu, monkey
     with pytest.raises(ValueError, match="corrupt"):
         flags.check_faults(device)
     assert len(waits) == 2 and not counters.any()
+
+
+def test_threads_that_hash_a_tensor_see_the_copy_that_is_contiguous(gpu, monkeypatch):
+    """They have streams of their own, and the copy is made on the caller's."""
+    contiguous, log = torch.Tensor.contiguous, []
+    gpu.training.synchronize = lambda: log.append("host waits")
+    monkeypatch.setattr(compare, "has_streams", lambda device: True)
+    monkeypatch.setattr(torch.Tensor, "contiguous", lambda self: log.append("copies") or contiguous(self))
+    monkeypatch.setattr(compare, "hashes", lambda chunks: log.append("hashes") or [b""] * len(chunks))
+    compare.digests([torch.arange(6.0).view(2, 3).t()])
+    assert log == ["copies", "host waits", "hashes"]
 
 
 def test_one_thread_alone_loads_the_solvers(gpu, monkeypatch):

@@ -10,9 +10,9 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from ..streams import current_stream, has_streams
 from .buffers import as_bytes
 from .handle import CommunicationError
 
@@ -55,9 +55,9 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
     """
     chunks: list[Sequence[Tensor]] = []
     for t in tensors:
-        if t.is_cuda:
-            torch.cuda.current_stream(t.device).synchronize()  # the threads that hash have streams of their own
         chunks.append(() if t.is_meta else as_bytes(t.detach().contiguous()).split(CHUNK_BYTES))
+        if has_streams(t.device):  # the threads that hash have streams of their own
+            current_stream(t.device).synchronize()
     hashed = iter(hashes([chunk for of_tensor in chunks for chunk in of_tensor]))
     return [hashlib.sha256(b"".join(islice(hashed, len(of_tensor)))).hexdigest() for of_tensor in chunks]
 
