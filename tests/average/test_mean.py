@@ -9,6 +9,7 @@ import torch
 from helpers.states import leaves
 
 import thinwire as tw
+from thinwire.average.base import copy_changed
 
 AVERAGERS = [
     tw.Mean(),
@@ -323,3 +324,19 @@ def sent_alone(codec, granularity, comm, rank):
 def test_mistakes(build, message):
     with pytest.raises(ValueError, match=message):
         build()
+
+
+def test_results_of_several_types_are_copied_type_by_type(monkeypatch):
+    """PyTorch before 2.11 writes all tensors of a call on a GPU as if they had the type of the first."""
+    copy, calls = torch._foreach_copy_, []
+
+    def noted(targets, sources):
+        calls.append({t.dtype for t in targets})
+        copy(targets, sources)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", noted)
+    types = (torch.float64, torch.bfloat16, torch.float16, torch.bfloat16)
+    targets = [torch.zeros(3, dtype=dtype) for dtype in types]
+    assert copy_changed([torch.full((3,), 1.5 + i) for i in range(4)], targets)
+    assert [t.tolist() for t in targets] == [[1.5 + i] * 3 for i in range(4)]
+    assert sorted(map(str, calls)) == sorted(str({dtype}) for dtype in set(types))

@@ -292,8 +292,10 @@ def copy_changed(results: Sequence[Tensor], tensors: Sequence[Tensor]) -> Flag:
     pairs = list(zip(tensors, results, strict=True))
     torch.autograd.graph.increment_version([t for t, result in pairs if result is t])
     copied = [(t, result) for t, result in pairs if result is not t]
-    if copied:
-        torch._foreach_copy_([t for t, _ in copied], [result for _, result in copied])
+    # On a GPU, PyTorch before 2.11 writes all tensors of a call as if they had the type of the first.
+    for dtype in {t.dtype for t, _ in copied}:
+        targets, sources = zip(*[(t, result) for t, result in copied if t.dtype == dtype], strict=True)
+        torch._foreach_copy_(targets, sources)
     return kernels.all_finite([t for t, result in copied if torch.promote_types(t.dtype, result.dtype) != t.dtype])
 
 
