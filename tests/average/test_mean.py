@@ -340,3 +340,17 @@ def test_results_of_several_types_are_copied_type_by_type(monkeypatch):
     assert copy_changed([torch.full((3,), 1.5 + i) for i in range(4)], targets)
     assert [t.tolist() for t in targets] == [[1.5 + i] * 3 for i in range(4)]
     assert sorted(map(str, calls)) == sorted(str({dtype}) for dtype in set(types))
+
+
+def test_messages_of_dense_tensors_alone_are_merged_with_any_weights():
+    def worker(comm):
+        averager, x = tw.Mean(tw.QSGD(bits=4)), [("bias", torch.ones(3))]
+        state, lone = averager.init(x, comm), averager.traits.lone_messages
+        messages = []
+        for value in (1.0, 5.0):
+            messages.append(lone.make(state, [("bias", torch.full((3,), value))], comm))
+            averager.discard(state)
+        assert lone.merge(state, messages, [0.25, 0.75], x, comm)
+        return x[0][1].tolist()
+
+    assert tw.LocalWorld(1).run(worker) == [[4.0] * 3]

@@ -236,7 +236,7 @@ class Job:
             payloads = add_dense([message for _, message in group], dense_total, weight)
             flags.append(self.decode(payloads, others, weight, self.keys))
             # The first weight writes into `totals`; the others write into buffers that are added.
-            if others is not totals:
+            if totals and others is not totals:  # PyTorch refuses an empty list
                 torch._foreach_add_(totals, others)
             others = [debug.empty_like(total) for total in totals]
         return kernels.flags.all_of(flags)
