@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,16 @@ from torch import Tensor, nn
 
 import thinwire as tw
 from thinwire.average.mean.exchange import EXCHANGES, Load
+from thinwire.average.mean.exchange.base import Job
 from thinwire.average.mean.exchange.regions import regions
-from thinwire.average.mean.exchange.sparse_reduce import header_nbytes, layout_of, message_sizes, parts_of
+from thinwire.average.mean.exchange.sparse_reduce import (
+    SparseReduction,
+    header_nbytes,
+    layout_of,
+    message_sizes,
+    parts_of,
+)
+from thinwire.clock import Clock
 
 SPARSE = tw.TopK(0.1)
 CHAIN = tw.chain(tw.TopK(0.1), tw.QSGD(bits=4))
@@ -411,3 +421,16 @@ def test_buckets_are_in_flight_at_once() -> None:
     nodes = tw.Mean(tw.QSGD(bits=4), exchange="hierarchical", workers_per_node=2)
     leader, member, *_ = tw.LocalWorld(4).run(collectives_of_three_buckets, nodes)
     assert [len(calls) for calls in leader[:3]] == [1, 2, 4] and [len(calls) for calls in member[:3]] == [1, 1, 3]
+
+
+@pytest.mark.parametrize("num_dense", [0, 2])
+def test_who_owns_nothing_sends_from_where_the_others_do(num_dense: int) -> None:
+    """Of a bucket that keeps fewer coordinates than there are workers; "meta" stands for a GPU."""
+    dense = torch.empty(4 * num_dense, device="meta")
+    segments = [torch.empty(10, device="meta")]
+    team: Any = SimpleNamespace(rank=0, size=4)
+    job = Job(team, SPARSE, Clock(), segments, ["x"], [tw.codec.Key()], False, True, dense, 1.0)
+    reduction = SparseReduction(job, team, segments, dense)
+    assert [len(region) for region in reduction.layout.pieces] == [0, 0, 0, 1]
+    message = reduction._encode_sum(dense[:num_dense], [])
+    assert message.device == dense.device and message.numel() == 4 * num_dense
