@@ -46,6 +46,8 @@ def connected(monkeypatch):
         (None, OF_GROUP, OF_GROUP),
         (torch.device("cpu"), OF_GROUP, OF_GROUP),
         (OF_MODEL, OF_GROUP, OF_MODEL),
+        (torch.device("cuda"), None, CURRENT),
+        (torch.device("cuda"), OF_GROUP, OF_GROUP),
     ],
 )
 def test_nccl_connects_on_the_workers_own_gpu(connected, of_model, of_group, expected):

@@ -267,9 +267,12 @@ class ProcessGroupCommunicator(Communicator):
 
 
 def _gpu(device: torch.device | None, group: dist.ProcessGroup) -> torch.device:
-    """This worker's GPU: the first of the given device and the group's that is one, else the current GPU."""
+    """This worker's GPU: the first of the given device and the group's that names one, else the current GPU.
+
+    "cuda" without an index names none: in each thread it is the GPU that is current there.
+    """
     for known in (device, group.bound_device_id):
-        if known is not None and known.type == "cuda":
+        if known is not None and known.type == "cuda" and known.index is not None:
             return known
     return torch.device("cuda", torch.cuda.current_device())
 
