@@ -148,6 +148,11 @@ FIXED_SIZE = [
     tw.TernGrad(),
     tw.Cast("float16"),
     tw.Cast("float8_e4m3fn"),
+    tw.codec.Float4(),
+    tw.codec.Dynamic8(),
+    tw.codec.BinMeans(),
+    tw.codec.NaturalCompression(),
+    tw.chain(tw.codec.DCT(16), tw.codec.BlockwiseTopK(0.1, block=64)),
 ]
 
 
