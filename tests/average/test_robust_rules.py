@@ -6,9 +6,11 @@ import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import thinwire as tw
 from thinwire.average import Bucketing, CenteredClipping, GeometricMedian, Krum, Median, MedianNorm, Rule, TrimmedMean
+from thinwire.average.robust import base
 from thinwire.average.robust.base import Messages, dots, gram
 
 NUMELS = [7, 30, 3]
@@ -185,6 +187,30 @@ def test_products_are_exact_sums_of_exact_products(n):
         assert torch.equal(dots(rows, rows), alone)
     finally:
         torch.set_num_threads(threads)
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations but for views: launches of a GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("n", [1, base.WIDTH, 70 * base.WIDTH + 5])
+def test_on_a_gpu_products_are_the_same_in_few_launches(n, monkeypatch):
+    """Only the sums of the trees are added one after the other."""
+    rows = torch.randn(3, n, generator=torch.Generator().manual_seed(0))
+    expected = dots(rows, rows), dots(rows, rows[1])
+    monkeypatch.setattr(base, "in_main_memory", lambda device: False)
+    with Operations() as operations:
+        found = dots(rows, rows)
+    assert torch.equal(found, expected[0]) and torch.equal(dots(rows, rows[1]), expected[1])
+    assert operations.number < 60 + n // base.WIDTH
 
 
 @every_rule

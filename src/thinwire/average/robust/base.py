@@ -28,9 +28,11 @@ from torch import Tensor
 
 from ...algorithm import Algorithm, require
 from ...codec import Codec
+from ...kernels.flags import in_main_memory
 from ...options import require_integer
 
-WIDTH = 1 << 14  # columns that `dots` takes at once; these many float64 values of a few rows fit into a cache
+WIDTH = 1 << 14  # columns that `dots` adds up as one tree; these many float64 values of a few rows fit into a cache
+AT_ONCE = 1 << 23  # elements of which `dots` makes trees at once where each operation is a launch
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,14 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         tensor([25.,  3.], dtype=torch.float64)
     """
     total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    for x, y in zip(a.split(WIDTH, -1), b.split(WIDTH, -1), strict=True):
+    begin, width = 0, max(1, AT_ONCE // (WIDTH * len(a))) * WIDTH
+    while begin + WIDTH <= a.shape[-1] and not in_main_memory(a.device):
+        end = min(begin + width, a.shape[-1] // WIDTH * WIDTH)
+        products = a[..., begin:end].double() * b[..., begin:end].double()
+        for sums in _tree_sum(products.unflatten(-1, (-1, WIDTH))).unbind(-1):
+            total += sums
+        begin = end
+    for x, y in zip(a[..., begin:].split(WIDTH, -1), b[..., begin:].split(WIDTH, -1), strict=True):
         total += _tree_sum(x.double() * y.double())
     return total
 
