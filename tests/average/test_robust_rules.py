@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from helpers.calls import Operations
 
 import thinwire as tw
 from thinwire.average import Bucketing, CenteredClipping, GeometricMedian, Krum, Median, MedianNorm, Rule, TrimmedMean
@@ -187,18 +187,6 @@ def test_products_are_exact_sums_of_exact_products(n):
         assert torch.equal(dots(rows, rows), alone)
     finally:
         torch.set_num_threads(threads)
-
-
-class Operations(TorchDispatchMode):
-    """Counts operations but for views: launches of a GPU."""
-
-    def __init__(self):
-        super().__init__()
-        self.number = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.number += not func.is_view
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("n", [1, base.WIDTH, 70 * base.WIDTH + 5])

@@ -1,4 +1,4 @@
-"""How many functions a piece of work calls: what it costs in Python, of which machine and load change nothing."""
+"""How many functions, or operations of PyTorch, a piece of work calls: machine and load change nothing of it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import gc
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 def num_calls(act: Callable[[], Any]) -> int:
@@ -27,3 +29,15 @@ def num_calls(act: Callable[[], Any]) -> int:
         sys.setprofile(before)
         gc.enable()
     return calls
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations in its context but for views: the launches of a GPU, or more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.number += not func.is_view
+        return func(*args, **(kwargs or {}))

@@ -2,8 +2,10 @@
 
 import pytest
 import torch
+from helpers.calls import Operations
 
 import thinwire as tw
+from thinwire.strategy.model import mean_model
 from thinwire.strategy.model.mean_model import SKETCH_SIZE, consensus_distance
 
 
@@ -73,6 +75,17 @@ def test_the_look_at_a_small_model_costs_no_more_than_the_model_in_float64():
 def test_equal_models_have_no_distance(numel):
     """A shard may have no element at all."""
     assert measured([[drawn((numel,), 1)]] * 4, [1.0] * 4) == [0.0] * 4
+
+
+@pytest.mark.parametrize("numel", [0, 5, 300 * SKETCH_SIZE + 7])
+def test_on_a_gpu_the_sketch_is_the_same_in_few_launches(numel, monkeypatch):
+    z = drawn((numel,), 1)
+    size = min(SKETCH_SIZE, max(1, numel))
+    expected = mean_model._sketch(z, size)
+    monkeypatch.setattr(mean_model, "in_main_memory", lambda device: False)
+    with Operations() as operations:
+        assert torch.equal(mean_model._sketch(z, size), expected)
+    assert operations.number < 60 + 3 * (numel // size)
 
 
 def test_a_look_at_a_large_model_costs_a_few_kilobytes():

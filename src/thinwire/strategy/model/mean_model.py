@@ -10,13 +10,16 @@ from torch import Tensor
 
 from ...comm import Communicator
 from ...comm.compare import differing
-from ...kernels.random import mix_key, uniform
+from ...kernels.flags import in_main_memory
+from ...kernels.random import hash_of, keys_on, mix_key, uniform
 from .joined import exchange_joined
 from .models import broadcast_from_zero, unexpanded, values_of
 from .shards import Replica
 
 SKETCH_SIZE = 1 << 12
 """Numbers that stand for a model; larger => a finer distance, and more bytes."""
+ROWS_AT_ONCE = 256
+"""Of so many numbers that get signs together, where each operation is a launch."""
 
 
 def consensus_distance(
@@ -62,12 +65,25 @@ def _sketch(z: Tensor, size: int) -> Tensor:
     others do with a probability of 1/`size`.
     """
     sketch = torch.zeros(size, dtype=torch.float64, device=z.device)
-    for row, values in enumerate(z.split(size)):
-        key = mix_key(0, 0, row)
+    for key, values in _signed_rows(z, size):
         sketch = sketch.roll(key % size)
-        is_positive = uniform(key, len(values), z.device) < 0.5
-        sketch[: len(values)] += torch.where(is_positive, values, -values)
+        sketch[: len(values)] += values
     return sketch
+
+
+def _signed_rows(z: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
+    """The key of each row of `size` elements, and the row with random signs; on a GPU many rows in each operation."""
+    if in_main_memory(z.device):
+        for row, values in enumerate(z.split(size)):
+            key = mix_key(0, 0, row)
+            yield key, torch.where(uniform(key, len(values)) < 0.5, values, -values)
+        return
+    place = torch.arange(size, device=z.device)
+    for number, rows in enumerate(z.split(size * ROWS_AT_ONCE)):
+        keys = [mix_key(0, 0, number * ROWS_AT_ONCE + i) for i in range(max(1, -(-len(rows) // size)))]
+        # The highest bit says whether `uniform` is below 0.5.
+        is_positive = (hash_of(keys_on(keys, z.device)[:, None], place) < 1 << 31).view(-1)[: len(rows)]
+        yield from zip(keys, torch.where(is_positive, rows, -rows).split(size), strict=True)
 
 
 @contextmanager
