@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import thinwire as tw
 from thinwire.comm import LocalWorld, ProcessGroupCommunicator, issuer
+from thinwire.comm.compare import digests
 
 HAS_STREAMS = GPU.type == "cuda"
 needs_streams = pytest.mark.skipif(not HAS_STREAMS, reason="needs a GPU")
@@ -306,3 +307,55 @@ def test_a_captured_step_is_refused():
                     loss.backward()
 
     LocalWorld(1).run(worker)
+
+
+def sparse_and_of_several_types(comm, device: torch.device) -> list[torch.Tensor]:
+    """Of 20 coordinates one is kept, so that three workers own none; the dense tensors have types of their own."""
+    x = torch.arange(1.0, 21.0).view(4, 5) * (comm.rank + 1)
+    types = (torch.float32, torch.bfloat16, torch.float64, torch.float16)
+    tensors = [("x", x.to(device)), *((str(dtype), torch.ones(3, dtype=dtype, device=device)) for dtype in types)]
+    averager = tw.Mean(tw.TopK(0.01), tw.ErrorFeedback(), exchange="sparse_reduce")
+    state = averager.init(tensors, comm)
+    averager.step(state, tensors, comm).wait()
+    averager.commit(state)
+    return [t.cpu() for _, t in tensors]
+
+
+def test_workers_that_own_nothing_and_results_of_several_types():
+    expected = LocalWorld(4).run(sparse_and_of_several_types, torch.device("cpu"))
+    for found, ours in zip(LocalWorld(4).run(sparse_and_of_several_types, GPU), expected, strict=True):
+        assert_same(found, ours)
+
+
+@needs_streams
+def test_hashes_are_those_of_a_copy_that_is_late():
+    x = torch.randn(16384, 8192, device=GPU).t()
+    expected = digests([x])
+    with torch.cuda.stream(torch.cuda.Stream(GPU)):
+        assert digests([x]) == expected
+
+
+def gradients_of_two_streams(comm, sleeps: bool) -> list[torch.Tensor]:
+    """The second parameter's gradient is made on another stream, which is late if it `sleeps`."""
+    net = nn.ParameterList([torch.full((64, 64), 0.5 + i) for i in range(2)]).to(GPU)
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(GPU)
+    side = torch.cuda.Stream(GPU)
+    with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=8)), comm=comm):
+        for _ in range(3):
+            net.zero_grad()
+            loss = (net[0] * x).sum()
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                product = net[1] * x
+                product.register_hook(lambda grad: torch.cuda._sleep(10**8) if sleeps else None)
+                late = product.sum()
+            torch.cuda.current_stream().wait_stream(side)
+            (loss + late).backward()
+            torch.cuda.synchronize()
+    return [p.grad.cpu() for p in net]
+
+
+@needs_streams
+def test_a_bucket_of_gradients_of_two_streams():
+    calm = LocalWorld(1).run(gradients_of_two_streams, False)[0]
+    assert_same(LocalWorld(1).run(gradients_of_two_streams, True)[0], calm)
