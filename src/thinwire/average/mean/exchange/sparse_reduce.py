@@ -255,9 +255,8 @@ class SparseReduction:
         """The payload of indices into the pieces of an owner and their values, and what it lacks."""
         region = self.layout.pieces[owner]
         if not region:
-            return torch.empty(
-                0, dtype=torch.uint8, device=self.dense.device
-            ), None  # a selection of nothing is anywhere
+            # A selection of nothing may lie anywhere.
+            return torch.empty(0, dtype=torch.uint8, device=self.dense.device), None
         keys = [piece_key(self.keys[p.segment], part).mixed() for p in region]
         return self.parts.encode(indices, values, counts, [p.numel for p in region], keys)
 
