@@ -16,8 +16,9 @@ from thinwire.comm.elastic.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.elastic.history import History
 from thinwire.comm.elastic.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
 from thinwire.comm.elastic.state_bytes import packed, unpacked
-from thinwire.comm.elastic.transfer import Transfer
+from thinwire.comm.elastic.transfer import STREAMS, Transfer
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
+from thinwire.comm.tls import relay
 from thinwire.comm.tls.connections import Listener
 
 CHUNKS = 12  # and one of the description, and a last one of padding
@@ -190,6 +191,37 @@ def test_a_transfer_goes_on_after_a_cut():
     assert 3 < came < CHUNKS + 2 and not healed.loaded
     healed.heal()
     assert worker.chunks == CHUNKS + 2 and torch.equal(healed.loaded[0]["x"], state()["x"])
+
+
+def test_nobody_waits_for_a_source_that_has_died(monkeypatch):
+    """It dies with chunks on their way, and the other one gives up the round; so does the worker that is healed."""
+    died, refused = threading.Event(), list[int]()
+
+    def dial(host, port, seconds, dial=relay.dial):
+        try:
+            return dial(host, port, seconds)
+        except ConnectionRefusedError:
+            refused.append(port)
+            raise
+
+    def dies(question, answer):
+        if question[0] == b"chunk" and question[2] == b"x":
+            dead.listener.close()
+            died.set()
+            raise ValueError("died")
+        return answer
+
+    def leaves(question, answer):
+        if question[0] == b"chunk" and question[2] == b"x":
+            assert died.wait(60)
+            return [GONE]
+        return answer
+
+    monkeypatch.setattr(relay, "dial", dial)
+    dead = Worker(0, change=dies)
+    with pytest.raises(CommunicationError, match="'x' is not whole"):
+        Healed(dead, Worker(1, change=leaves), seconds=3.0).heal()
+    assert 0 < len(refused) <= STREAMS  # once for each connection
 
 
 def test_over_tries_that_fail_a_worker_holds_one_state_of_the_others():

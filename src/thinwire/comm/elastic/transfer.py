@@ -31,6 +31,7 @@ from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
 from ..tls.connections import Client, Refused
 from ..tls.credentials import Credentials
+from ..tls.relay import relay_of
 from .snapshot import FAILED, OK, WAIT, Manifest, root_of
 
 STREAMS = 4
@@ -220,7 +221,10 @@ class Transfer:
                 what, *values = self._ask(source, b"chunk", name.encode(), str(number).encode())
             except (OSError, ValueError) as error:  # a ValueError while this worker's credentials are replaced
                 fetch.put_back(number, f"worker {source.number}: {reason_of(error)}")
-                if isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
+                # A cut refuses nothing: where nobody listens, the process has ended, unless it is a relay that starts again.
+                at_relay = relay_of(parse_address(source.address)[0]) is not None
+                has_ended = isinstance(error, ConnectionRefusedError) and not at_relay
+                if has_ended or isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
                     return
                 time.sleep(4 * PAUSE_SECONDS)
                 continue
