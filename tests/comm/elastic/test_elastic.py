@@ -411,7 +411,8 @@ def test_a_round_has_the_operations_of_a_communicator_and_with_credentials_no_ot
         credentials, (other,) = keys_of(tmp_path / "ours", "a", "b"), keys_of(tmp_path / "theirs", "a")
     place = lighthouse.Lighthouse(2, "127.0.0.1", credentials=credentials[0])
     if is_encrypted:
-        with pytest.raises(CommunicationError, match="does not answer .*its certificate is of another run"):
+        line = "no connection with the Lighthouse at https://.*, because .*: its certificate is of another run; check --light"
+        with pytest.raises(ValueError, match=line):
             ElasticCommunicator(place.address, 7, credentials=other)
 
     def worker(world):

@@ -69,6 +69,7 @@ class Forming:
 
     Raises:
         CommunicationError: the Lighthouse does not answer.
+        ValueError: it and this worker do not have credentials of one run.
     """
 
     def __init__(
@@ -105,6 +106,11 @@ class Forming:
             with said_if_late(f"worker {number} waits for the Lighthouse at {lighthouse}"):
                 client = QuorumClient(lighthouse, credentials, min(quorum_seconds, START_SECONDS))
             self.asker = Asker(client, self._id)
+        except Refused as error:
+            raise ValueError(
+                f"worker {number}: no connection with the Lighthouse at {lighthouse}, because {error}; check --lighthouse and "
+                "--credentials (see thinwire keys)"
+            ) from error
         except OSError as error:
             raise CommunicationError(
                 f"worker {number}: the Lighthouse at {lighthouse} does not answer ({error}); start one, or check --lighthouse"

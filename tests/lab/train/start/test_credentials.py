@@ -9,13 +9,14 @@ from types import SimpleNamespace
 import pytest
 from helpers.keys import keys_of
 
+from thinwire.comm import Lighthouse
 from thinwire.comm.tls import keys
 from thinwire.lab.train.config import RunConfig
 from thinwire.lab.train.shared_errors import SharedError
 from thinwire.lab.train.start import connect, launch, spawn
 from thinwire.lab.train.start.connect import meeting_store, warn_if_open
 from thinwire.lab.train.start.environment import Environment
-from thinwire.lab.train.start.lighthouse import lighthouse_of
+from thinwire.lab.train.start.lighthouse import communicator, lighthouse_of
 
 CONFIG = RunConfig("digits")
 
@@ -55,6 +56,19 @@ def test_keys_come_from_the_environment_and_say_where_an_elastic_run_meets(tmp_p
     ):
         with lighthouse_of(replace(second, lighthouse="http://other:1", credentials=Path(ours.folder)), "127.0.0.1"):
             pass
+
+
+def test_a_worker_without_the_keys_of_the_lighthouse_is_a_mistake_in_the_command(tmp_path, monkeypatch):
+    """One that all workers of the command raise, so that one line tells it, without a traceback."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    ((ours,), (other,)) = (keys_of(tmp_path / run, "a") for run in ("ours", "theirs"))
+    place = Lighthouse(2, "127.0.0.1", credentials=ours)
+    config = replace(CONFIG, elastic=True)
+    with pytest.raises(SharedError, match="the Lighthouse at http://.* needs credentials"):
+        communicator(config, place.address.replace("https", "http"), 1)
+    with pytest.raises(SharedError, match="no connection with the Lighthouse .*: its certificate is of another run"):
+        communicator(replace(config, credentials=Path(other.folder)), place.address, 1)
+    place.close()
 
 
 def test_torchruns_own_store_is_refused_with_keys(tmp_path, monkeypatch):

@@ -61,7 +61,7 @@ def communicator(config: RunConfig, lighthouse: str, number: int, is_late: bool 
         is_late: whether the worker replaces one that died.
 
     Raises:
-        SharedError: there is no such device, or the credentials cannot be used.
+        SharedError: there is no such device, or the credentials cannot be used, here or with that Lighthouse.
     """
     with same_error_on_all():
         device = choose_device(config)
@@ -69,15 +69,16 @@ def communicator(config: RunConfig, lighthouse: str, number: int, is_late: bool 
     if device.type == "cuda":
         torch.cuda.set_device(device)
     warn_if_open(credentials, is_first=number == config.first_worker and not is_late)
-    return ElasticCommunicator(
-        lighthouse,
-        number,
-        config.min_workers,
-        config.timeout,
-        quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
-        is_late=is_late,
-        credentials=credentials,
-        check_every=config.check_every,
-        listens=config.listen,
-        relay=config.relay,
-    )
+    with same_error_on_all():
+        return ElasticCommunicator(
+            lighthouse,
+            number,
+            config.min_workers,
+            config.timeout,
+            quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
+            is_late=is_late,
+            credentials=credentials,
+            check_every=config.check_every,
+            listens=config.listen,
+            relay=config.relay,
+        )
