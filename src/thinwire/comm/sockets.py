@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import socket
 import struct
 import sys
@@ -33,19 +34,22 @@ class Stream(Protocol):
     def settimeout(self, seconds: float, /) -> None: ...
 
 
-def set_deadline(connection: Stream, deadline: float) -> None:
-    """Let what comes next on a connection end at `deadline`, of `time.monotonic`."""
+def set_deadline(connection: Stream, deadline: float, silent_seconds: float = math.inf) -> None:
+    """Let what comes next on a connection end at `deadline`, of `time.monotonic`, or after so many seconds if that is less."""
     # A timeout of 0 would make the socket non-blocking.
-    connection.settimeout(max(0.001, deadline - time.monotonic()))
+    connection.settimeout(max(0.001, min(silent_seconds, deadline - time.monotonic())))
 
 
-def read_exactly(connection: Stream, size: int, deadline: float | None = None) -> bytes:
+def read_exactly(
+    connection: Stream, size: int, deadline: float | None = None, silent_seconds: float = math.inf
+) -> bytes:
     """The next `size` bytes.
 
     Args:
         connection: to read from.
         size: in bytes.
         deadline: of `time.monotonic`; None for the connection's own time limit, which holds for each part that comes.
+        silent_seconds: with a deadline, how long to wait for each part.
 
     Raises:
         ConnectionResetError: the connection ended before.
@@ -54,7 +58,7 @@ def read_exactly(connection: Stream, size: int, deadline: float | None = None) -
     read = bytearray()
     while len(read) < size:
         if deadline is not None:
-            set_deadline(connection, deadline)
+            set_deadline(connection, deadline, silent_seconds)
         part = connection.recv(size - len(read))
         if not part:
             raise ConnectionResetError("end of the connection")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 import threading
+import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,7 +22,7 @@ from thinwire.comm.elastic.state_bytes import packed, unpacked
 from thinwire.comm.elastic.transfer import STREAMS, Transfer
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
 from thinwire.comm.tls import relay
-from thinwire.comm.tls.connections import Listener
+from thinwire.comm.tls.connections import Listener, send_frame
 
 CHUNKS = 12  # and one of the description, and a last one of padding
 
@@ -222,6 +225,22 @@ def test_nobody_waits_for_a_source_that_has_died(monkeypatch):
     with pytest.raises(CommunicationError, match="'x' is not whole"):
         Healed(dead, Worker(1, change=leaves), seconds=3.0).heal()
     assert 0 < len(refused) <= STREAMS  # once for each connection
+
+
+def test_a_chunk_on_a_slow_line_may_take_longer_than_a_source_may_be_silent():
+    def slowly(connection, answer):
+        frame = io.BytesIO()
+        send_frame(SimpleNamespace(sendall=frame.write), *answer)
+        body, num_parts = frame.getvalue(), 8 if len(frame.getvalue()) > CHUNK_BYTES else 1
+        for part in range(num_parts):
+            connection.sendall(body[part * len(body) // num_parts : (part + 1) * len(body) // num_parts])
+            time.sleep(0.5 * (num_parts > 1))
+
+    worker = Worker(0, {"x": torch.ones(CHUNK_BYTES // 4)})
+    worker.listener._send = slowly
+    healed = Healed(worker, seconds=3.0)
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], torch.ones(CHUNK_BYTES // 4))
 
 
 def test_over_tries_that_fail_a_worker_holds_one_state_of_the_others():

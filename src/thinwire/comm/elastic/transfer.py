@@ -29,7 +29,7 @@ from ...messages import log
 from ..addresses import parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
-from ..tls.connections import Client, Refused
+from ..tls.connections import UNREAD_SECONDS, Client, Refused
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from .snapshot import FAILED, OK, WAIT, Manifest, root_of
@@ -244,7 +244,10 @@ class Transfer:
             since = time.monotonic()
 
     def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
-        answer = self._clients[source].ask(what, self._key, *rest, seconds=self._limit_seconds)
+        # A chunk may take long on a slow line: its bytes show that the source lives, which waits as long for it to be read.
+        answer = self._clients[source].ask(
+            what, self._key, *rest, seconds=self._limit_seconds, whole_seconds=UNREAD_SECONDS
+        )
         self._record(sum(map(len, answer)))
         return answer
 

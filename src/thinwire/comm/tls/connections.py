@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import socket
 import ssl
 import struct
@@ -80,17 +81,20 @@ def send_frame(connection: socket.socket, *fields: bytes) -> None:
 
 
 def read_frame(
-    connection: socket.socket, max_bytes: int = MAX_FRAME_BYTES, deadline: float | None = None
+    connection: socket.socket,
+    max_bytes: int = MAX_FRAME_BYTES,
+    deadline: float | None = None,
+    silent_seconds: float = math.inf,
 ) -> list[bytes]:
-    """The fields of the next frame. The deadline is that of `read_exactly`.
+    """The fields of the next frame. The deadline and the seconds are those of `read_exactly`.
 
     Raises:
         OSError: the connection has ended, or what came is no frame.
     """
-    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline))
+    (size,) = LENGTH.unpack(read_exactly(connection, LENGTH.size, deadline, silent_seconds))
     if size > max_bytes:
         raise Refused(f"a frame of {size} bytes was announced, expected at most {max_bytes}")
-    return list(_fields(read_exactly(connection, size, deadline)))
+    return list(_fields(read_exactly(connection, size, deadline, silent_seconds)))
 
 
 def _fields(body: bytes) -> Iterator[bytes]:
@@ -408,12 +412,15 @@ class Client:
         context = self._credentials.context(server=False) if self._credentials else None
         return connect_tls(self._host, self._port, context, seconds)
 
-    def ask(self, *fields: bytes, seconds: float, is_repeatable: bool = True) -> list[bytes]:
+    def ask(
+        self, *fields: bytes, seconds: float, whole_seconds: float = 0.0, is_repeatable: bool = True
+    ) -> list[bytes]:
         """The answer to a question.
 
         Args:
             fields: the question.
             seconds: to wait for the answer.
+            whole_seconds: to wait for a long answer, if that is more, while no part of it is `seconds` late.
             is_repeatable: whether it does no harm to ask twice, if the connection was lost meanwhile.
 
         Raises:
@@ -421,6 +428,7 @@ class Client:
             OSError: the listener does not answer.
         """
         deadline = time.monotonic() + seconds
+        whole = max(deadline, time.monotonic() + whole_seconds)
         while True:
             try:
                 # No check before: another thread may take the last one meanwhile.
@@ -430,7 +438,7 @@ class Client:
             try:
                 set_deadline(connection, deadline)
                 send_frame(connection, *fields)
-                answer = read_frame(connection, deadline=deadline)
+                answer = read_frame(connection, deadline=whole, silent_seconds=seconds)
             except OSError:
                 connection.close()
                 if is_new or not is_repeatable or time.monotonic() > deadline:
