@@ -78,7 +78,8 @@ class NewToken:
                     print(f"{name} has joined", flush=True)
                 said = len(admission.joined)
         if said < self.workers:
-            raise ValueError(f"{self.workers - said} tokens have expired; make new ones with: thinwire keys token")
+            unused = f"{self.workers - said} of {self.workers}"
+            raise ValueError(f"tokens that expired unused: {unused}; make new ones with: thinwire keys token")
         print(f"train with: thinwire train RECIPE --elastic --workers 1 --credentials {self.folder}")
 
 
