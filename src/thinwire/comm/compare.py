@@ -49,6 +49,7 @@ def digests(tensors: Iterable[Tensor]) -> list[str]:
     """A hash of the bits of all values of each tensor; tensors on the meta device have none.
 
     Example:
+        >>> import torch
         >>> x = torch.arange(6.0).view(2, 3)
         >>> len(set(digests([x, x.t().contiguous().t(), -x])))
         2
