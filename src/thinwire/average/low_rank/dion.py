@@ -109,7 +109,7 @@ class Dion(Averager):
             momentum={
                 name: torch.zeros((len(t), columns(t)), dtype=torch.float32, device=t.device) for name, t in matrices
             },
-            q={name: _unit_rows(warm_start(q, seed, name, self.rank), q) for name, q in empty.items()},
+            q={name: _unit_rows(warm_start(q, seed, name, self.rank)) for name, q in empty.items()},
             shapes={name: t.shape for name, t in tensors},
         )
 
@@ -156,14 +156,14 @@ class Dion(Averager):
         with clock("decode"):
             rs = by_shape(lambda total: total / comm.size, totals)
             # No update where there is no gradient. Results carry the loss scale, as gradients do.
-            units = by_shape(lambda r: _unit_rows(r, torch.zeros_like(r)), rs)
-            units = scaled_each(units, [scale * sqrt(b.shape[0] / b.shape[1]) for b in bs])
+            units = by_shape(_unit_rows, rs)
+            updates = scaled_each(units, [scale * sqrt(b.shape[0] / b.shape[1]) for b in bs])
             kernels.low_rank.add(xs, rows, by_shape(lambda p: p * (self.mu - 1.0), ps), rs)
-            qs = by_shape(_unit_rows, rs, [state.q[name] for name, _ in matrices])
+            qs = by_shape(_or_old, units, [state.q[name] for name, _ in matrices])
             state.pending.update((name, (b, q)) for (name, _), b, q in zip(matrices, bs, qs, strict=True))
             targets = [t for _, t in matrices]
             outs = result_buffers(targets)
-            finite = kernels.low_rank.store([out.view(-1) for out in outs], rows, ps, units)
+            finite = kernels.low_rank.store([out.view(-1) for out in outs], rows, ps, updates)
             for t, total in zip(dense, sums[len(matrices) :], strict=True):
                 t.copy_(total / comm.size)
             results = [finite, copy_changed(outs, targets), kernels.all_finite(dense)]
@@ -171,9 +171,14 @@ class Dion(Averager):
             state.finite = kernels.flags.all_of([state.finite, *results, kernels.all_finite(totals)])
 
 
-def _unit_rows(q: Tensor, old: Tensor) -> Tensor:
-    """Rows scaled to length 1; a row of zeros becomes that of `old`."""
+def _unit_rows(q: Tensor) -> Tensor:
+    """Rows scaled to length 1; a row of zeros stays zero."""
     peak = q.abs().amax(dim=-1, keepdim=True)
     q = q / torch.where(peak > 0, peak, 1.0)  # so that squares do not underflow
     norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
-    return q / norm if len(old) == 0 else torch.where(norm > 0, q / norm, old)
+    return torch.where(norm > 0, q / norm, 0.0)
+
+
+def _or_old(units: Tensor, old: Tensor) -> Tensor:
+    """Rows of length 1; a row of zeros becomes that of `old`."""
+    return torch.where(units.abs().amax(dim=-1, keepdim=True) > 0, units, old)
