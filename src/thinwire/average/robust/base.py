@@ -129,15 +129,12 @@ def dots(a: Tensor, b: Tensor) -> Tensor:
         tensor([25.,  3.], dtype=torch.float64)
     """
     total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-    begin, width = 0, max(1, AT_ONCE // (WIDTH * len(a))) * WIDTH
-    while begin + WIDTH <= a.shape[-1] and not in_main_memory(a.device):
-        end = min(begin + width, a.shape[-1] // WIDTH * WIDTH)
-        products = a[..., begin:end].double() * b[..., begin:end].double()
-        for sums in _tree_sum(products.unflatten(-1, (-1, WIDTH))).unbind(-1):
+    whole = a.shape[-1] // WIDTH * WIDTH
+    width = WIDTH if in_main_memory(a.device) else max(1, AT_ONCE // (WIDTH * len(a))) * WIDTH
+    for x, y in zip(a[..., :whole].split(width, -1), b[..., :whole].split(width, -1), strict=True):
+        for sums in _tree_sum((x.double() * y.double()).unflatten(-1, (-1, WIDTH))).unbind(-1):
             total += sums
-        begin = end
-    for x, y in zip(a[..., begin:].split(WIDTH, -1), b[..., begin:].split(WIDTH, -1), strict=True):
-        total += _tree_sum(x.double() * y.double())
+    total += _tree_sum(a[..., whole:].double() * b[..., whole:].double())
     return total
 
 
