@@ -51,6 +51,7 @@ def lighthouse_of(config: RunConfig, host: str, port: int = 0) -> Iterator[str]:
         lighthouse.close()
 
 
+@same_error_on_all()
 def communicator(config: RunConfig, lighthouse: str, number: int, is_late: bool = False) -> ElasticCommunicator:
     """The communicator of one worker of a run.
 
@@ -63,22 +64,20 @@ def communicator(config: RunConfig, lighthouse: str, number: int, is_late: bool 
     Raises:
         SharedError: there is no such device, or the credentials cannot be used, here or with that Lighthouse.
     """
-    with same_error_on_all():
-        device = choose_device(config)
-        credentials = credentials_of(config)
+    device = choose_device(config)
+    credentials = credentials_of(config)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     warn_if_open(credentials, is_first=number == config.first_worker and not is_late)
-    with same_error_on_all():
-        return ElasticCommunicator(
-            lighthouse,
-            number,
-            config.min_workers,
-            config.timeout,
-            quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
-            is_late=is_late,
-            credentials=credentials,
-            check_every=config.check_every,
-            listens=config.listen,
-            relay=config.relay,
-        )
+    return ElasticCommunicator(
+        lighthouse,
+        number,
+        config.min_workers,
+        config.timeout,
+        quorum_seconds=max(120.0, 2 * config.timeout),  # `plan.doctor.limits` says so too
+        is_late=is_late,
+        credentials=credentials,
+        check_every=config.check_every,
+        listens=config.listen,
+        relay=config.relay,
+    )
