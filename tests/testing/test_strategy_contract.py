@@ -105,6 +105,12 @@ class Uncounted(Updates):
         self.own.record("all_reduce", 1, 100 * self.comm.rank + 100, 100)
 
 
+class Inventing(Uncounted):
+    def average(self, tensors):
+        super().average(tensors)
+        self.own.record("all_reduce", 0, 0, 1000)
+
+
 class Uncounting(Updates):
     ledger = property(lambda self: tw.comm.Ledger(self.comm.size))
 
@@ -184,8 +190,15 @@ class Weights(tw.strategy.Strategy):
     fault: str = ""
 
     def _attached(self, model, optimizer, runtime):
-        kinds = {kind.__name__: kind for kind in Updates.__subclasses__()} | {"": Updates, "Nothing": lambda *_: None}
+        kinds = {kind.__name__: kind for kind in (*Updates.__subclasses__(), Inventing)}
+        kinds |= {"": Updates, "Nothing": lambda *_: None}
         return kinds[self.fault](self, model, optimizer, runtime)
+
+
+@tw.notation.register
+@dataclass(frozen=True, repr=False)
+class Commits(Weights):
+    counts_commits = True
 
 
 def test_a_strategy_of_another_package_keeps_the_contract():
@@ -217,6 +230,12 @@ def test_a_strategy_of_another_package_keeps_the_contract():
 def test_a_fault_is_named(fault, message):
     with pytest.raises(AssertionError, match=message):
         check_strategy(Weights(fault), sizes=(2,))
+
+
+def test_messages_to_workers_that_hung_up_need_not_be_received_under_a_quorum():
+    check_strategy(Commits("Uncounted"), sizes=(2,))
+    with pytest.raises(AssertionError, match="the ledgers count 600 bytes sent and 4400 received"):
+        check_strategy(Commits("Inventing"), sizes=(2,))
 
 
 def test_a_strategy_that_is_none_is_refused():
