@@ -7,11 +7,13 @@ import json
 import pickle
 import threading
 import time
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.calls import num_calls
+from helpers.program import wait_until
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
 from thinwire.comm.elastic.claims import Claim
@@ -42,7 +44,7 @@ class Worker:
     """One that serves its state over a listener of its own; `change` may alter what it answers to a question."""
 
     def __init__(self, number, served=None, change=lambda question, answer: answer, history=None, **parts):
-        self.number, self.chunks, self.snapshots = number, 0, Snapshots(lambda num_bytes: None)
+        self.number, self.chunks, self.snapshots = number, 0, Snapshots()
         self.history = history or after(5)
         sections = {ROUNDS: packed({"committed": self.history.committed, "digests": self.history.digests})}
         self.sections = sections | {"x": packed(served or state())} | parts
@@ -107,6 +109,25 @@ def test_chunks_come_from_several_workers_at_once_and_with_them_the_history():
     assert history.committed == 5 and history.digests == after(5).digests
     assert torch.equal(healed.loaded[0]["x"], state()["x"])
     assert min(worker.chunks for worker in workers) > 0 and sum(worker.chunks for worker in workers) == CHUNKS + 2
+
+
+def test_a_source_counts_as_many_bytes_as_the_worker_that_it_heals():
+    source, healed = Counter(), Counter()
+
+    def counting(counts):
+        return lambda sent, received: counts.update(sent=sent, received=received)
+
+    source_healing = Healing(1, "127.0.0.1", None, record=counting(source))
+    source_healing.shared["x"] = Shared(state, lambda loaded: None, is_common=True)
+    source_healing.offer("round", after(5))
+    own = Healing(7, "127.0.0.1", None, record=counting(healed))
+    own.shared["x"] = Shared(lambda: {"x": torch.zeros(3)}, lambda loaded: None, is_common=True)
+    claim = Worker(1).claim()._replace(state_ports=(source_healing.port,))
+    own.begin("round", (claim,), Members((1, 7), (None,) * 2, after(5).version, 0, (1,), (0,)), History(), 30.0)
+    own.finish()
+    # The source counts an answer once it has been sent, and may do so after it was read.
+    wait_until(lambda: healed["received"] == source["sent"], "equal numbers of bytes", 20)
+    assert healed["received"] > CHUNKS * CHUNK_BYTES and healed["sent"] == source["received"] > 0
 
 
 @pytest.mark.parametrize("lie", ["chunk", "manifest", "state"])
@@ -458,7 +479,7 @@ def test_bytes_that_are_no_state_are_a_value_error_and_take_no_memory():
 
 
 def test_a_round_that_has_ended_is_known_however_many_rounds_without_a_joiner_follow():
-    snapshots = Snapshots(lambda num_bytes: None)
+    snapshots = Snapshots()
     snapshots.offer("round", {"x": packed(state())})
     assert snapshots.answer([b"steps", b"round"]) == [b"ok", b"0"]
     for _ in range(2 * MAX_KEYS):
@@ -468,7 +489,7 @@ def test_a_round_that_has_ended_is_known_however_many_rounds_without_a_joiner_fo
 
 def test_a_short_question_has_no_endless_answer():
     """Each name was answered, however often it came: a question of 64 KB had an answer of gigabytes, all in memory."""
-    snapshots = Snapshots(lambda num_bytes: None)
+    snapshots = Snapshots()
     snapshots.offer("round", {"x": packed(state())})
     assert len(snapshots.answer([b"manifests", b"round", b"x"])) == 2
     with pytest.raises(ValueError, match="3 names, and some of them twice"):

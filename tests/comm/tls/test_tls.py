@@ -384,6 +384,54 @@ def test_what_nobody_reads_takes_bounded_memory(credentials, caplog, monkeypatch
     listener.close()
 
 
+def test_both_sides_count_all_bytes_that_go_over_the_socket():
+    """Against the bytes that a socket between them carries; before the first question there is one that accepts the client."""
+    asked, answered, carried = [], [], {}
+    listener = Listener(
+        "127.0.0.1", 0, None, lambda question: [bytes(300_000), *question], record=lambda *n: answered.append(n)
+    )
+    door = socket.create_server(("127.0.0.1", 0))
+
+    def carry(source, target, name):
+        while data := source.recv(1 << 16):
+            carried[name] = carried.get(name, 0) + len(data)
+            target.sendall(data)
+        target.shutdown(socket.SHUT_WR)
+
+    client = Client("127.0.0.1", door.getsockname()[1], None, record=lambda *n: asked.append(n))
+    threading.Thread(target=lambda: client.connect(20.0), daemon=True).start()
+    outer, inner = door.accept()[0], socket.create_connection(("127.0.0.1", listener.port))
+    threads = [
+        threading.Thread(target=carry, args=args, daemon=True)
+        for args in ((outer, inner, "questions"), (inner, outer, "answers"))
+    ]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: client._idle, "a connection", 20)
+    for question in ([b"one"], [], [b"", b"another", bytes(5000)]):
+        assert client.ask(*question, seconds=20) == [bytes(300_000), *question]
+    client.close()
+    for thread in threads:
+        thread.join(20)
+    sent, received = (sum(numbers) for numbers in zip(*asked, strict=True))
+    assert carried == {"questions": sent, "answers": received + len(ACCEPTED)}
+    assert sorted(answered) == sorted((received, sent) for sent, received in asked)
+    listener.close()
+
+
+def test_an_answer_that_nobody_reads_is_not_counted_as_sent():
+    counted = []
+    listener = Listener(
+        "127.0.0.1", 0, None, lambda question: [bytes(1 << 25)], record=lambda *n: counted.append(n)
+    )  # more than the system keeps
+    with connect_tls("127.0.0.1", listener.port, None, 10) as connection:
+        send_frame(connection, b"long")
+        wait_until(lambda: listener._num_unread, "the answer is under way", 10)
+    wait_until(lambda: not listener._num_unread, "the caller has gone", 10)
+    assert counted == [(0, 12)]
+    listener.close()
+
+
 def test_a_long_question_is_for_stores_only(credentials, listener):
     with connect_tls("127.0.0.1", listener.port, credentials[1].context(server=False), 10) as connection:
         with contextlib.suppress(OSError):

@@ -23,7 +23,7 @@ from torch import Tensor
 from ...messages import log
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut, LostRounds, Members, Shared
-from ..tls.connections import Listener
+from ..tls.connections import Listener, Record, no_record
 from ..tls.credentials import Credentials
 from .claims import Claim
 from .forming import TRIES
@@ -45,7 +45,7 @@ class Healing:
         host: address of this machine, at which it serves its state.
         credentials: of this worker.
         tick: is called now and then while this worker waits for a state.
-        record: is called with the bytes that this worker has sent and received, in any thread.
+        record: counts what this worker sends and receives.
         process: rank of this process in the worker; it is healed from those of the same rank.
         mesh: of the worker's processes, on which shards lie; None if there is one.
 
@@ -62,7 +62,7 @@ class Healing:
         host: str,
         credentials: Credentials | None,
         tick: Callable[[], None] = lambda: None,
-        record: Callable[[int, int], None] = lambda sent, received: None,
+        record: Record = no_record,
         process: int = 0,
         mesh: dist.DeviceMesh | None = None,
     ):
@@ -70,8 +70,8 @@ class Healing:
         self.can_heal = True
         self._number, self._credentials, self._tick, self._record = number, credentials, tick, record
         self._process, self._mesh = process, mesh
-        self.snapshots = Snapshots(lambda num_bytes: record(num_bytes, 0))
-        self._listener = Listener(host, 0, credentials, self.snapshots.answer)
+        self.snapshots = Snapshots()
+        self._listener = Listener(host, 0, credentials, self.snapshots.answer, record=record)
         self.port = self._listener.port
         self._failures = 0
         self._held: dict[str, dict[bytes, Tensor]] = {}
@@ -154,7 +154,7 @@ class Healing:
         with self._failures_counted():
             self._transfer = Transfer(
                 *(self._number, key, sources, differing, self._credentials, limit_seconds, self._held),
-                *(self._tick, partial(self._record, 0)),
+                *(self._tick, self._record),
             )
             manifests = self._agreed(self._transfer, is_late=False)
             # Before the larger sections come, so that a loss of rounds is found first.

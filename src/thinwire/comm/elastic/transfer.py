@@ -29,7 +29,7 @@ from ...messages import log
 from ..addresses import parse_address
 from ..exit import until_exit
 from ..handle import CommunicationError, reason_of
-from ..tls.connections import UNREAD_SECONDS, Client, Refused
+from ..tls.connections import UNREAD_SECONDS, Client, Record, Refused
 from ..tls.credentials import Credentials
 from ..tls.relay import relay_of
 from .snapshot import FAILED, OK, WAIT, Manifest, root_of
@@ -66,7 +66,7 @@ class Transfer:
         held: chunks of each section that this worker has, by their hashes; it adds those that come, and drops those that
             the sources do not have any more.
         tick: is called now and then while this worker waits.
-        record: is called with the number of bytes of each answer, in any thread.
+        record: counts questions and answers.
 
     Attributes:
         sources: those that are believed.
@@ -82,11 +82,11 @@ class Transfer:
         limit_seconds: float,
         held: dict[str, dict[bytes, Tensor]],
         tick: Callable[[], None],
-        record: Callable[[int], None],
+        record: Record,
     ):
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
-        self._limit_seconds, self._held, self._tick, self._record = limit_seconds, held, tick, record
-        self._clients = {s: Client(*parse_address(s.address), credentials) for s in sources}
+        self._limit_seconds, self._held, self._tick = limit_seconds, held, tick
+        self._clients = {s: Client(*parse_address(s.address), credentials, record) for s in sources}
         self._manifests: dict[Source, dict[str, Manifest]] = {}
         self._small: dict[bytes, Tensor] = {}  # chunks that came with manifests, by their hashes
 
@@ -245,11 +245,9 @@ class Transfer:
 
     def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
         # A chunk may take long on a slow line: its bytes show that the source lives, which waits as long for it to be read.
-        answer = self._clients[source].ask(
+        return self._clients[source].ask(
             what, self._key, *rest, seconds=self._limit_seconds, whole_seconds=UNREAD_SECONDS
         )
-        self._record(sum(map(len, answer)))
-        return answer
 
 
 class _Fetch:

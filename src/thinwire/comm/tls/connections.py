@@ -9,7 +9,8 @@ that it was accepted: in TLS 1.3 its handshake ends before the listener has seen
     client    -> listener   a frame: the question
     listener  -> client     a frame: the answer; and so on
 
-A frame is its length (4 bytes, at most `MAX_FRAME_BYTES`), then fields: the length of each (4 bytes), and its bytes.
+A frame is its length (4 bytes, at most `MAX_FRAME_BYTES`), then fields: the length of each (4 bytes), and its bytes. Both
+sides count whole frames, once they are sent or read.
 
 A worker with credentials may lie too. So a question is short where no long one is needed, answers that nobody reads take
 `MAX_UNREAD_BYTES` at most, all together, and a caller that does not read its answer in `UNREAD_SECONDS` is sent away.
@@ -25,7 +26,7 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,6 +66,8 @@ SILENT_SECONDS = 60  # after which the kernel gives up a peer that does not ackn
 ACCEPTED = b"\x01"
 LENGTH = struct.Struct("!I")
 Answer = Callable[[list[bytes]], list[bytes]]
+Record = Callable[[int, int], None]
+"""Is called with the bytes of a frame that was sent, and of one that was read, in any thread."""
 
 
 class Refused(ConnectionError):
@@ -78,6 +81,15 @@ def send_frame(connection: socket.socket, *fields: bytes) -> None:
     """Send some fields as one frame."""
     body = b"".join(LENGTH.pack(len(field)) + field for field in fields)
     connection.sendall(LENGTH.pack(len(body)) + body)
+
+
+def frame_bytes(fields: Sequence[bytes]) -> int:
+    """The number of bytes of a frame."""
+    return LENGTH.size + sum(LENGTH.size + len(field) for field in fields)
+
+
+def no_record(sent: int, received: int) -> None:
+    """Counts nothing."""
 
 
 def read_frame(
@@ -125,6 +137,7 @@ class Listener:
         answer: the answer to a question; it is called in many threads.
         asks_all: whether it also answers callers without a certificate, as only `thinwire keys token` does.
         max_bytes: of a question.
+        record: counts questions and answers.
 
     Raises:
         OSError: the port is taken, or the host has no address.
@@ -138,8 +151,10 @@ class Listener:
         answer: Answer,
         asks_all: bool = False,
         max_bytes: int = MAX_QUESTION_BYTES,
+        record: Record = no_record,
     ):
         self._credentials, self._answer, self._asks_all = credentials, answer, asks_all
+        self._record = record
         self._max_bytes, self._num_unread = max_bytes, 0  # bytes of answers
         at = relay.relay_of(host)
         self._listener = listening_socket(host, port) if at is None else socket.socket()
@@ -237,6 +252,7 @@ class Listener:
                 connection.settimeout(HANDSHAKE_SECONDS if self._asks_all else None)
                 with _waiting(raw, address[0]):
                     question = read_frame(connection, self._max_bytes)
+                self._record(0, frame_bytes(question))
                 connection.settimeout(UNREAD_SECONDS)
                 self._send(connection, self._answered(question))
         except ssl.SSLCertVerificationError as error:
@@ -270,6 +286,7 @@ class Listener:
             if size > self._max_bytes and self._num_unread > MAX_UNREAD_BYTES:
                 raise Refused(f"more than {MAX_UNREAD_BYTES} bytes of answers wait until somebody reads them")
             send_frame(connection, *answer)
+            self._record(frame_bytes(answer), 0)
         except TimeoutError:
             raise Refused(f"it did not read its answer in {UNREAD_SECONDS} seconds") from None
         finally:
@@ -390,10 +407,11 @@ class Client:
     Args:
         host, port: of the listener.
         credentials: of this worker; None for a listener without.
+        record: counts questions and answers.
     """
 
-    def __init__(self, host: str, port: int, credentials: Credentials | None):
-        self._host, self._port, self._credentials = host, port, credentials
+    def __init__(self, host: str, port: int, credentials: Credentials | None, record: Record = no_record):
+        self._host, self._port, self._credentials, self._record = host, port, credentials, record
         self._idle: list[socket.socket] = []
 
     def connect(self, seconds: float) -> None:
@@ -438,7 +456,9 @@ class Client:
             try:
                 set_deadline(connection, deadline)
                 send_frame(connection, *fields)
+                self._record(frame_bytes(fields), 0)
                 answer = read_frame(connection, deadline=whole, silent_seconds=seconds)
+                self._record(0, frame_bytes(answer))
             except OSError:
                 connection.close()
                 if is_new or not is_repeatable or time.monotonic() > deadline:
