@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import runpy
+import warnings
 from pathlib import Path
 
 import pytest
@@ -105,3 +106,30 @@ def test_codecs_averagers_and_references_allocate_in_debug_mode():
         if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.empty", "torch.empty_like")
     ]
     assert [place for place, size in calls if not size.strip("(").startswith("0")] == []
+
+
+def test_models_that_drift_apart_under_gradients_are_named(in_debug_mode):
+    """One worker steps on one layer alone: in the next round the first one warns, once."""
+
+    def work(comm, caught):
+        model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        numbers = []
+        with tw.attach(model, optimizer, tw.Gradients(tw.Mean()), comm=comm):
+            for step in range(4):
+                if step == 1 and comm.rank == 1:
+                    optimizer.param_groups[0]["params"] = [*model[0].parameters()]
+                model(torch.ones(3)).backward()
+                numbers.append(len(caught))
+                optimizer.step()
+                optimizer.zero_grad()
+        return numbers
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        numbers, _ = LocalWorld(2).run(work, caught)
+    assert numbers == [0, 0, 1, 1]
+    assert [str(warning.message) for warning in caught] == [
+        "Gradients: the workers' models are not equal, although all get the same gradients: '1.weight' and 1 more; freeze, "
+        "load and change parameters alike on all workers"
+    ]

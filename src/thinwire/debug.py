@@ -2,8 +2,9 @@
 
 Buffers that the library allocates without writing them start as NaN (floats) or as bytes 0xFF (integers), so that an
 element that nobody writes shows in the result. Communicators compare the checksums of sent tensors at the call and at
-`wait()`, so that a write in between raises an error. Codecs compare the size of each payload with the announced one. Debug
-mode reads every message twice; do not measure with it.
+`wait()`, so that a write in between raises an error. Codecs compare the size of each payload with the announced one.
+`Gradients` warns if the workers' models are not equal in a backward pass. Debug mode reads every message twice, and hashes the
+model in each step; do not measure with it.
 """
 
 from __future__ import annotations

@@ -27,6 +27,7 @@ from ...average.base import Averager, NamedTensors
 from ...average.mean.mean import Mean
 from ...codec import Codec
 from ...comm import Communicator
+from ...comm.compare import differing
 from ...membership import check_state
 from ...memory import MomentumCorrection
 from ..base import AveragerAttachment
@@ -192,6 +193,7 @@ class GradientCompression(AveragerAttachment):
             # Each worker's DDP makes buckets of its own, and a worker that joins has not rebuilt them yet.
             order={name: i for i, (name, _) in enumerate(self.parameters)} if self._ddp and comm.is_elastic else None,
         )
+        self._rounds.compare_models = self._compare_models
         if self._saved is not None:
             self.load_state_dict(*self._saved)
             self._saved = None
@@ -243,6 +245,16 @@ class GradientCompression(AveragerAttachment):
             self._num_backward += 1
             self._check_unchanged()
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
+
+    def _compare_models(self) -> None:
+        tensors = self._tensors()
+        found = {id(t) for t in differing(self.comm, [t for _, t in tensors])}
+        if names := [name for name, t in tensors if id(t) in found]:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            self._advisor.say_once(
+                f"{self.call}: the workers' models are not equal, although all get the same gradients: {names[0]!r}{more}; "
+                "freeze, load and change parameters alike on all workers"
+            )
 
     def _before_optimizer_step(self, optimizer: Optimizer, arguments: Arguments) -> Arguments:
         self._check_unchanged()

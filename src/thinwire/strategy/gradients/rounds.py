@@ -28,6 +28,7 @@ from weakref import WeakKeyDictionary, WeakSet
 import torch
 from torch import Tensor
 
+from ... import debug
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors, handle_of
 from ...comm import Communicator, Handle
@@ -85,6 +86,8 @@ class GradientRounds:
         self._num_launched = 0
         self.rest: Callable[[int], list[NamedTensors]] = lambda launched: []
         """The buckets of a round behind its first ones, filled with NaN; DDP refuses another pass after an error itself."""
+        self.compare_models: Callable[[], None] = lambda: None
+        """In debug mode: called by all workers at the beginning of each round."""
         self.skips = False
         """Whether the gradients of the last round must not be applied."""
 
@@ -143,6 +146,8 @@ class GradientRounds:
         self._graph_task = torch._C._current_graph_task_id()
         self._require_order()
         self._comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
+        if debug.enabled and not self._comm.is_elastic:  # elastic workers compare digests themselves
+            self.compare_models()
         healed = self._transaction.begin()
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device
