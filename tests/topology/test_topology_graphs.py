@@ -62,6 +62,35 @@ def test_exponential_reaches_the_mean_exactly_on_powers_of_peers_plus_one(peers,
     assert topology.spectral_gap(size) == 1.0
 
 
+@pytest.mark.parametrize("topology", [tw.Linear(), tw.BipartiteLinear()], ids=str)
+@pytest.mark.parametrize("size", [12, 16, 20, 32, 60])
+def test_only_what_whole_numbers_call_exact_has_a_gap_of_one(topology, size):
+    """Weights are 1/2, so twice the matrices are whole. Over 30 steps what is left may be less than a float64 resolves."""
+    product = np.eye(size, dtype=int).astype(object)
+    for step in range(topology.period(size)):
+        product = (2 * topology.matrix(step, size)).astype(int).astype(object).dot(product)
+    is_exact = len(set(product.ravel())) == 1
+    assert (topology.spectral_gap(size) == 1.0) == is_exact == (topology == tw.BipartiteLinear() and size in (16, 32))
+
+
+@pytest.mark.parametrize(
+    ("topology", "size"),
+    [(tw.Linear(), 60), (tw.BipartiteLinear(), 60), (tw.RandomPairs(), 6), (tw.Hierarchical(tw.Linear(), 2), 80)],
+    ids=str,
+)
+def test_the_gap_is_right_where_a_period_leaves_less_than_a_float_resolves(topology, size):
+    """Against the disagreement of random vectors, which is scaled up after each step."""
+    x, logs = np.random.default_rng(0).standard_normal((size, 20)), []
+    for _ in range(40):
+        for step in range(topology.period(size)):
+            x = topology.matrix(step, size) @ x
+            x -= x.mean(0)
+            norm = np.linalg.norm(x)
+            x, logs = x / norm, [*logs, np.log(norm)]
+    half = logs[len(logs) // 2 :]
+    assert topology.spectral_gap(size) == pytest.approx(1 - np.exp(np.mean(half)), abs=1e-3)
+
+
 # Closed forms of the spectral gap
 
 

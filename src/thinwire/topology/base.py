@@ -143,8 +143,10 @@ class Topology(Algorithm, ABC):
 
         `rho = |lambda_2(P(T-1) ... P(1) P(0))|^(1/T)`, with T the period and `lambda_2` the eigenvalue of second
         largest *modulus*. For a static graph T is 1 and this is the usual `1 - |lambda_2(P)|`. It is 1 where all
-        workers agree exactly after one period, and for a lone worker. Costs an eigenvalue problem of `size` and, for
-        time-varying graphs, T products of matrices. (Boyd et al., Randomized gossip algorithms, 2006.)
+        workers agree exactly after one period, and for a lone worker. (Boyd et al., Randomized gossip algorithms, 2006.)
+
+        Costs an eigenvalue problem of `size` and, for time-varying graphs, T products of matrices. Where all workers do the
+        same, or every s-th one, Fourier transforms make that `size / s` small problems of size s.
 
         Example:
             >>> from thinwire.topology import Complete, Exponential, Ring
@@ -153,15 +155,41 @@ class Topology(Algorithm, ABC):
             >>> round(Ring().spectral_gap(16), 4)  # (2/3) (1 - cos(2 pi / 16))
             0.0507
         """
-        period = self.period(size)
-        product = np.eye(size)
+        if size == 1:
+            return 1.0
         # Only the last steps repeat. Those of earlier phases say nothing about the long run.
-        for step in self.steps(size)[-period:]:
-            product = self.matrix(step, size) @ product
-        symmetric = np.array_equal(product, product.T)
-        moduli = np.sort(np.abs(np.linalg.eigvalsh(product) if symmetric else np.linalg.eigvals(product)))
-        second = moduli[-2] if size > 1 and moduli[-2] > ZERO_MODULUS else 0.0
-        return float(1.0 - second ** (1.0 / period))
+        steps = self.steps(size)[-self.period(size) :]
+        shift = next((s for s in range(1, size) if size % s == 0 and self.is_circulant(size, s)), size)
+        product, logs = np.eye(shift), np.zeros(size // shift)
+        for step in steps:
+            product = self._blocks(step, size, shift) @ product
+            product[0] -= product[0].mean(0)  # the mean of all workers, which has the eigenvalue 1
+            # Scaled in each step: over a long period, small eigenvalues would be lost in the rounding of larger ones.
+            norms = np.linalg.norm(product, axis=(1, 2))
+            norms[norms <= ZERO_MODULUS] = 0.0
+            product = np.divide(product, norms[:, None, None], out=0 * product, where=norms[:, None, None] > 0)
+            with np.errstate(divide="ignore"):
+                logs += np.log(norms)
+        is_symmetric = len(steps) == 1 and self.is_symmetric(size)
+        moduli = np.abs(np.linalg.eigvalsh(product) if is_symmetric else np.linalg.eigvals(product)).max(1)
+        with np.errstate(divide="ignore"):
+            logs += np.log(np.where(moduli > ZERO_MODULUS, moduli, 0.0))
+        return float(1.0 - np.exp(logs.max() / len(steps)))
+
+    def _blocks(self, step: int, size: int, shift: int) -> np.ndarray:
+        """The matrix of a step in which every `shift`-th worker does the same, as blocks along the diagonal.
+
+        A Fourier transform over these workers keeps its eigenvalues; block 0 stands for their mean.
+
+        Returns:
+            (size / shift, shift, shift), complex128.
+        """
+        rows = np.zeros((shift, size))
+        for rank in range(shift):
+            row = self.row(rank, step, size)
+            rows[rank, list(row)] = list(row.values())
+        blocks: np.ndarray = np.fft.fft(rows.reshape(shift, size // shift, shift).transpose(1, 0, 2), axis=0)
+        return blocks
 
     def is_directed(self, size: int) -> bool:
         """Whether in some step a worker sends to a peer from which it receives nothing."""

@@ -31,6 +31,10 @@ class Bipartite(OddDistances):
         peers = [(rank + sign * d) % size for d in distances]
         return Neighbours(dict.fromkeys(peers, weight), dict.fromkeys(peers, weight), weight)
 
+    def is_circulant(self, size: int, shift: int = 1) -> bool:
+        self.validate(size)
+        return shift % 2 == 0 or super().is_circulant(size, shift)
+
     def _validate(self, size: int) -> None:
         if size % 2:
             raise ValueError(

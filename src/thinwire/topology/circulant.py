@@ -47,6 +47,11 @@ class Circulant(ByDistance):
 
 
 @lru_cache(maxsize=256)
+def _both_ways(topology: OddDistances, size: int) -> tuple[int, ...]:
+    return distinct(both_signs(topology._distances(size)), size)
+
+
+@lru_cache(maxsize=256)
 def _distinct_groups(topology: ByDistance, size: int) -> Groups:
     groups = tuple(distinct(group, size) for group in topology._groups(size))
     # Bidirectional distances 1 and 2 are one graph where W is 3.
@@ -141,16 +146,13 @@ class OddDistances(ByDistance):
     @abstractmethod
     def _distances(self, size: int) -> Iterable[int]: ...
 
-    def _both_ways(self, size: int) -> tuple[int, ...]:
-        return distinct(both_signs(self._distances(size)), size)
-
     def _groups(self, size: int) -> Groups:
-        distances = self._both_ways(size)
+        distances = _both_ways(self, size)
         return (distances,) if self.static else windows(distances, self.peers)
 
     def _validate(self, size: int) -> None:
         if not self.static:
-            check_peers_exist(self, self.peers, len(self._both_ways(size)), size)
+            check_peers_exist(self, self.peers, len(_both_ways(self, size)), size)
 
 
 @dataclass(frozen=True, repr=False)
