@@ -16,6 +16,7 @@ from helpers.calls import num_calls
 from helpers.program import wait_until
 
 from thinwire.comm import CommunicationError, ElasticCommunicator, Lighthouse
+from thinwire.comm.elastic import transfer
 from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.elastic.history import History
@@ -64,11 +65,11 @@ class Worker:
 class Healed:
     """Worker 7, which these workers heal."""
 
-    def __init__(self, *workers, load=None, is_common=True, own=None, seconds=30.0):
+    def __init__(self, *workers, load=None, is_common=True, own=None, seconds=30.0, is_late=False):
         self.workers, self.loaded, self.seconds, self.tries = workers, [], seconds, 0
         self.healing = Healing(7, "127.0.0.1", None)
         own = {"x": torch.zeros(3)} if own is None else own
-        self.healing.shared["x"] = Shared(lambda: own, load or self.loaded.append, is_common)
+        self.healing.shared["x"] = Shared(lambda: own, load or self.loaded.append, is_common, is_late)
 
     def heal(self, history=None, version=None):
         self.tries += 1
@@ -182,11 +183,11 @@ def test_credentials_that_cannot_be_read_for_a_moment_cost_no_chunk(monkeypatch)
     """The thread ended with the chunk, and the others waited for it without end."""
     ask, failed = Transfer._ask, []
 
-    def unreadable(self, source, what, *rest):
+    def unreadable(self, source, what, *rest, **limits):
         if what == b"chunk" and not failed:
             failed.append(rest)
             raise ValueError("the keys cannot be used")
-        return ask(self, source, what, *rest)
+        return ask(self, source, what, *rest, **limits)
 
     monkeypatch.setattr(Transfer, "_ask", unreadable)
     healed = Healed(Worker(0))
@@ -246,6 +247,32 @@ def test_nobody_waits_for_a_source_that_has_died(monkeypatch):
     with pytest.raises(CommunicationError, match="'x' is not whole"):
         Healed(dead, Worker(1, change=leaves), seconds=3.0).heal()
     assert 0 < len(refused) <= STREAMS  # once for each connection
+
+
+@pytest.mark.parametrize("what", [b"chunk", b"steps"])
+def test_others_answer_for_a_source_that_falls_silent(monkeypatch, what):
+    """As one whose line is cut: it is asked, and does not answer while the worker is healed."""
+    monkeypatch.setattr(transfer, "SILENT_SECONDS", 0.3)
+    is_healed, asked, in_time = threading.Event(), threading.Event(), []
+
+    def concerns(question):
+        return question[0] == what and (what == b"steps" or question[2] == b"x")
+
+    def falls_silent(question, answer):
+        if concerns(question):
+            asked.set()
+            in_time.append(is_healed.wait(100))
+        return answer
+
+    def after_the_other(question, answer):
+        assert not concerns(question) or asked.wait(100)
+        return answer
+
+    healed = Healed(Worker(0, change=falls_silent), Worker(1, change=after_the_other), seconds=1000.0, is_late=True)
+    healed.heal()
+    is_healed.set()
+    assert torch.equal(healed.loaded[0]["x"], state()["x"])
+    assert asked.is_set() and all(in_time)
 
 
 def test_a_chunk_on_a_slow_line_may_take_longer_than_a_source_may_be_silent():

@@ -6,14 +6,16 @@
     2. chunks       all connections to all sources take the next missing chunk, so a fast source serves more than a slow one.
                     What is held already is not asked for again: chunks that came before a cut, or that equal one's own
 
-A source that sends a wrong chunk is named and not asked again. After a cut a connection is made anew, and goes on with the
-chunks that are missing, for as long as the time limit has it without a success.
+A source that sends a wrong chunk is named and not asked again. Where no part of a chunk comes for `SILENT_SECONDS`, it is left
+to the other connections, and this one is made anew: after a cut, packets on an old one may wait for long. Each time a source
+gets twice as many seconds, until it has had the time limit without a success. Later sections come from the other sources.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -38,6 +40,7 @@ STREAMS = 4
 """Connections to each source: one alone is slow where the round trip is long."""
 GRACE_SECONDS = 1.0
 """How long to wait for the other sources, once more than half say the same."""
+SILENT_SECONDS = 5.0
 PAUSE_SECONDS = 0.05
 
 
@@ -89,6 +92,7 @@ class Transfer:
         self._clients = {s: Client(*parse_address(s.address), credentials, record) for s in sources}
         self._manifests: dict[Source, dict[str, Manifest]] = {}
         self._small: dict[bytes, Tensor] = {}  # chunks that came with manifests, by their hashes
+        self._silent = set[Source]()  # they have failed since their last answer
 
     def close(self) -> None:
         """Close the connections."""
@@ -166,9 +170,9 @@ class Transfer:
 
     def steps(self) -> int:
         """How many steps a source has taken since the round began; 0 if none says so."""
-        for source in self.sources:
+        for source in self._best_first():
             try:
-                what, *values = self._ask(source, b"steps")
+                what, *values = self._ask(source, b"steps", seconds=SILENT_SECONDS)
                 if what == OK:
                     return max(0, int(values[0]))
             except (OSError, ValueError):
@@ -185,12 +189,18 @@ class Transfer:
             ValueError: none sends what it has announced.
         """
         error: Exception = CommunicationError("no source is left")
-        for sources in [[source] for source in self.sources] if name in self._differing else [self.sources]:
+        order = self._best_first()
+        heard = [source for source in order if source not in self._silent]
+        groups = [heard, order] if 0 < len(heard) < len(order) else [order]
+        for sources in [[source] for source in order] if name in self._differing else groups:
             try:
                 return self._fetched(name, sources, self._manifests[sources[0]][name])
             except (CommunicationError, ValueError) as failure:
                 error = failure
         raise error
+
+    def _best_first(self) -> list[Source]:
+        return sorted(self.sources, key=lambda source: source in self._silent)
 
     def _fetched(self, name: str, sources: Sequence[Source], manifest: Manifest) -> Tensor:
         section = debug.empty(manifest.num_bytes, dtype=torch.uint8, device="cpu")
@@ -213,20 +223,22 @@ class Transfer:
 
     def _pull(self, fetch: _Fetch, source: Source, name: str) -> None:
         """Get chunks from one source, over one connection, until there are no more or the source fails."""
-        since = time.monotonic()
+        since, seconds = time.monotonic(), SILENT_SECONDS
         while (number := fetch.next()) is not None:
             try:
                 if source not in self.sources:
                     raise Refused(f"worker {source.number} sent a wrong chunk")
-                what, *values = self._ask(source, b"chunk", name.encode(), str(number).encode())
+                what, *values = self._ask(source, b"chunk", name.encode(), str(number).encode(), seconds=seconds)
             except (OSError, ValueError) as error:  # a ValueError while this worker's credentials are replaced
                 fetch.put_back(number, f"worker {source.number}: {reason_of(error)}")
+                self._silent.add(source)
                 # A cut refuses nothing: where nobody listens, the process has ended, unless it is a relay that starts again.
                 at_relay = relay_of(parse_address(source.address)[0]) is not None
                 has_ended = isinstance(error, ConnectionRefusedError) and not at_relay
                 if has_ended or isinstance(error, Refused) or time.monotonic() > since + self._limit_seconds:
                     return
                 time.sleep(4 * PAUSE_SECONDS)
+                seconds *= 2
                 continue
             if what != OK:
                 fetch.put_back(number, f"worker {source.number} has left the round")
@@ -242,12 +254,12 @@ class Transfer:
                 return
             # The limit holds from the last chunk on, however long the whole transfer takes.
             since = time.monotonic()
+            self._silent.discard(source)
 
-    def _ask(self, source: Source, what: bytes, *rest: bytes) -> list[bytes]:
+    def _ask(self, source: Source, what: bytes, *rest: bytes, seconds: float = math.inf) -> list[bytes]:
         # A chunk may take long on a slow line: its bytes show that the source lives, which waits as long for it to be read.
-        return self._clients[source].ask(
-            what, self._key, *rest, seconds=self._limit_seconds, whole_seconds=UNREAD_SECONDS
-        )
+        silent = min(seconds, self._limit_seconds)
+        return self._clients[source].ask(what, self._key, *rest, seconds=silent, whole_seconds=UNREAD_SECONDS)
 
 
 class _Fetch:
