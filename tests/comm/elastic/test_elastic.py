@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import signal
 import socket
 import threading
@@ -73,18 +74,20 @@ def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatc
 def test_new_workers_begin_no_run_of_their_own_while_a_new_lighthouse_does_not_know_the_old_ones(monkeypatch):
     """Two new workers reach it first. The one that has committed rounds comes later, in a long round, and heals both."""
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setattr(quorums, "RESTART_SECONDS", 4.0)
+    monkeypatch.setattr(quorums, "RESTART_SECONDS", math.inf)
     are_early, have_formed = threading.Event(), threading.Barrier(3)
     place = lighthouse.Lighthouse(2, "127.0.0.1")
 
     def worker(world):
         if world.rank == 2:
             assert are_early.wait(60)
+            time.sleep(0.5)  # the others ask meanwhile
         comm = ElasticCommunicator(place.address, world.rank, quorum_seconds=60)
         if world.rank == 2:
             comm.load_state_dict({"rounds": 5})
             comm._asker._client.heartbeat(comm._asker._id, 30.0)
-            time.sleep(4)
+            quorums.RESTART_SECONDS = 0.0  # enough time has passed
+            time.sleep(0.5)
         are_early.set()
         members = comm.form_round()
         have_formed.wait(60)  # one that closed earlier could cut the connection that another one still makes
@@ -263,9 +266,9 @@ def test_heartbeats_follow_progress(monkeypatch):
     wait_until(lambda: pauses[-1] == 1000.0, "a long pause")
     now[0] += 1.0
     asker.expect(60.0)
-    wait_until(lambda: beats[-1] == now[0], "a heartbeat", 10)
+    wait_until(lambda: beats[-1] == now[0], "a heartbeat")
     asker.close()
-    wait_until(lambda: left == ["a"], "the word that it leaves", 10)
+    wait_until(lambda: left == ["a"], "the word that it leaves")
 
 
 def test_a_step_in_a_round_is_progress():
@@ -299,11 +302,11 @@ def test_a_quorum_with_a_worker_that_has_just_died_is_given_up_soon():
 def test_the_owner_of_a_store_that_falls_silent_keeps_the_others_no_longer_than_the_limit():
     """The system of a process that was stopped takes connections, and nothing answers. PyTorch's store has no limit then."""
     with socket.create_server(("127.0.0.1", 0)) as stopped:
-        ends = threading.Timer(20, stopped.close)
+        ends = threading.Timer(100, stopped.close)
         ends.start()
         silent, then = missing(stopped.getsockname()[1], 1, 1)
         ends.cancel()
-    assert silent == [0] and 1 <= then < 18
+    assert silent == [0] and 1 <= then < 90
 
 
 def test_a_worker_may_be_silent_for_longer_than_connecting_may_take():
