@@ -11,6 +11,7 @@ import signal
 import time
 import warnings
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -19,6 +20,7 @@ import thinwire as tw
 from thinwire.comm import ElasticCommunicator, LocalWorld
 
 from .listeners import listening
+from .program import wait_until
 
 
 def serve(port: int, min_workers: int = 2, folder: str | None = None):
@@ -89,6 +91,7 @@ def worker(
     min_workers: int = 2,
     folder: str | None = None,
     dies_after: int = 4,
+    goes_on: str | None = None,
     **place,
 ):
     """Print each new number of workers on a line, and at the end what this worker saw, as JSON.
@@ -104,6 +107,7 @@ def worker(
         min_workers: fewer do not begin.
         folder: of keys; None for a run without credentials.
         dies_after: see `dies_among`.
+        goes_on: a file; after the first round of `size` workers it waits until this is there.
         place: further arguments of the communicator, such as how others reach it.
     """
     logging.disable(logging.CRITICAL)
@@ -133,6 +137,8 @@ def worker(
         if not sizes or sizes[-1] != comm.size:
             sizes.append(comm.size)
             print(comm.size, flush=True)
+        if goes_on and together == 1:
+            wait_until(Path(goes_on).exists, "the word to go on")
     result = {"number": number, "model": digest_of(model), "sizes": sizes}
     result |= {"slowest": slowest, "healings": comm.counts.healings, "aborted": comm.counts.aborted}
     result |= {"losses": comm.counts.losses, "listeners": len(listening())}

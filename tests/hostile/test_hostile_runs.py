@@ -7,6 +7,7 @@ import json
 import secrets
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -34,12 +35,20 @@ class Run:
         self.address = f"{'http' if credentials is None else 'https'}://127.0.0.1:{self.port}"
         self.workers: list[Program] = []
 
-    def start(self, *numbers):
+    def start(self, *numbers, **options):
         for number in numbers:
             others = (SIZE, self._rounds, None, "round", self._min_workers, self._keys[number])
             environment = {"MASTER_ADDR": "127.0.0.1"}
             self.workers.append(
-                Program(worker, self.address, number, AVERAGER, *others, folder=self._folder, **environment)
+                Program(
+                    partial(worker, **options),
+                    self.address,
+                    number,
+                    AVERAGER,
+                    *others,
+                    folder=self._folder,
+                    **environment,
+                )
             )
 
     @property
@@ -76,18 +85,22 @@ def test_no_listener_of_a_run_with_credentials_answers_others(runs, tmp_path):
     credentials = keys_of(tmp_path / "ours", "a", "b", "c")
     of_another_run = keys_of(tmp_path / "theirs", "a")[0]
     run = runs(credentials)
-    attacker = Attacker(of_another_run)
-    run.start(0, 1)
+    attacker, go_on = Attacker(of_another_run), tmp_path / "go-on"
+    options = {"goes_on": str(go_on), "timeout_seconds": 400}
+    run.start(0, 1, **options)
     wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third", 100)
     before = resident_bytes([run.place.pid])
     attacker.attack(run.pids)
     assert len(attacker.ports) >= 3  # the Lighthouse, two stores
-    run.start(2)
+    run.start(2, **options)
+    wait_until(lambda: all(one.stdout.split() == ["3"] for one in run.workers), "a round of all")
+    attacker.attack(run.pids)
+    assert len(attacker.ports) >= 1 + 2 * SIZE  # the Lighthouse, each worker's store, and its connections of the round
+    go_on.touch()
     while any(one.returncode is None for one in run.workers):
         attacker.attack(run.pids)
         time.sleep(0.05)  # the cores are the workers'
     assert set(run.models()) == {undisturbed(AVERAGER, SIZE, ROUNDS)}
-    assert len(attacker.ports) >= 1 + 2 * SIZE  # the Lighthouse, each worker's store, and its connections of the round
     assert resident_bytes([run.place.pid]) - before < 60_000_000
     attacker.check()
 
