@@ -130,7 +130,7 @@ def test_a_peer_sees_the_end_of_a_connection_whose_socket_a_fork_has_too():
     with ours.dup():
         engine.attach(1, ours.detach())
         engine.cut()
-        theirs.settimeout(10.0)
+        theirs.settimeout(60.0)
         assert theirs.recv(1) == b""
 
 
@@ -242,9 +242,9 @@ def test_what_comes_early_holds_up_no_operation_that_the_peer_has_begun(num_conn
     large = engines[0].post([described(1, sent[1], 1)], [])
     small = engines[0].post([described(0, sent[0], 1)], [])
     if not is_begun:
-        wait_until(lambda: engines[1].begun([(0, 0)], 0.1) == 0, "the message, or word of it", 10.0)
+        wait_until(lambda: engines[1].begun([(0, 0)], 0.1) == 0, "the message, or word of it")
         begun = [engines[1].post([], [described(0, first, 0)])]
-    finished(engines[1], begun[0], 10.0)
+    finished(engines[1], begun[0])
     finished(engines[0], small)
     assert not engines[0].wait(large, 0.0)
     finished(engines[1], engines[1].post([], [described(1, second, 0)]))
@@ -274,7 +274,7 @@ def test_a_message_goes_on_when_its_peer_has_said_that_it_expects_it(is_lost):
         engine.attach(1, ends[1][0].detach())
         theirs = ends[1][1]
         num_bytes = read_held(theirs)
-    while select.select([theirs], [], [], 0.2)[0]:
+    while select.select([theirs], [], [], 0.2 if num_bytes > EARLY_BYTES // 2 else 60.0)[0]:
         num_bytes += len(theirs.recv(read_header(theirs)[1], socket.MSG_WAITALL))
     assert EARLY_BYTES // 2 < num_bytes <= EARLY_BYTES and not engine.wait(operation, 0.0)
     theirs.sendall(HEADER.pack(ACK, 0, 0, 0, 1))
@@ -296,9 +296,9 @@ def test_what_came_early_and_comes_again_takes_no_more_memory():
     """After a connection was lost: at the bound, the copies stopped those that they came over, and what came behind them."""
     engine, (ours, theirs) = _engine.Engine(0, 2, 60.0, early_bytes=EARLY_BYTES), socket.socketpair()
     engine.attach(1, ours.detach())
-    theirs.settimeout(10.0)
+    theirs.settimeout(60.0)
     theirs.sendall(data(0, 700_000, number=1, total=700_000) * 2)
-    wait_until(lambda: engine.counts(1).duplicates == 1, "the copy", 10.0)
+    wait_until(lambda: engine.counts(1).duplicates == 1, "the copy")
 
 
 # ---- whose memory it is ----
@@ -510,7 +510,7 @@ def test_an_operation_ends_if_a_chunk_arrives_over_another_connection_than_the_l
     wait_until(lambda: engine.counts(1).connections == 2, "the loss")
     small.sendall(HEADER.pack(ACK, 0, HEADER.size + LONG_CHUNK, 0, 0))
     stuck.recv(LONG_CHUNK, socket.MSG_WAITALL)
-    finished(engine, operation, 10.0)
+    finished(engine, operation)
 
 
 # ---- a peer that lies ----
