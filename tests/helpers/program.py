@@ -107,14 +107,28 @@ def below(pid: int) -> list[int]:
     """All processes below one, from the kernel's own table: workers, fork server and resource tracker."""
     found, new = list[int](), [pid]
     while new:
-        new = [int(c) for p in new for t in Path(f"/proc/{p}/task").glob("*/children") for c in t.read_text().split()]
+        new = [child for one in new for child in _children(one)]
         found += new
     return found
 
 
+def _children(pid: int) -> list[int]:
+    found = list[int]()
+    with contextlib.suppress(OSError):  # it has just ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            with contextlib.suppress(OSError):
+                found += map(int, (thread / "children").read_text().split())
+    return found
+
+
 def workers_of(pid: int) -> list[int]:
-    """The processes below that have a thread pool, in the order of their start."""
-    return sorted(p for p in below(pid) if len(list(Path(f"/proc/{p}/task").iterdir())) > 4)
+    """The processes below that have a thread pool, in the order of their start: numbers begin anew after the largest."""
+    found = list[tuple[int, int]]()
+    for one in below(pid):
+        with contextlib.suppress(OSError):  # it has just ended
+            if len(os.listdir(f"/proc/{one}/task")) > 4:
+                found.append((int(Path(f"/proc/{one}/stat").read_text().rpartition(")")[2].split()[19]), one))
+    return [one for _, one in sorted(found)]
 
 
 @contextlib.contextmanager

@@ -170,7 +170,7 @@ def test_under_torchrun_the_error_names_the_worker_that_is_stopped(tmp_path):
     with started([*torchrun, *THINWIRE, *options], tmp_path) as process:
         metrics = tmp_path / "runs" / "stopped" / "metrics.jsonl"
         wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 2, "three rows")
-        stopped = max(workers_of(process.pid))  # they are started in the order of ranks
+        stopped = workers_of(process.pid)[-1]  # they are started in the order of ranks
         os.kill(stopped, signal.SIGSTOP)
         try:
             wait_until(lambda: "no sign of life" in process.stderr, "the error")
