@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from helpers.busy import always
 
 import thinwire as tw
 from thinwire.integrations.numbers import numbers
@@ -60,5 +61,9 @@ def test_who_waits_for_a_slow_worker_is_blocked(attach):
             assert twice["thinwire/fewer_than_bf16"] == shown["thinwire/fewer_than_bf16"]
             return handle.blocked_seconds - before
 
-    fast, slow = tw.LocalWorld(2).run(worker)
-    assert fast > 0.1 and fast > 2 * slow
+    def wrong():
+        fast, slow = tw.LocalWorld(2).run(worker)
+        assert fast > 0.1
+        return set() if fast > 2 * slow else {"slow"}
+
+    assert not always(wrong)

@@ -6,6 +6,7 @@ import time
 
 import pytest
 import torch
+from helpers.busy import always
 from helpers.spawn import WORLDS, spawn
 
 import thinwire as tw
@@ -63,8 +64,14 @@ def test_a_slow_direction_is_seen_in_its_direction_alone():
     def worker(comm):
         return measure_lines(Delayed(comm.rank, comm.size, comm._mail, 1), Effort(seconds=4, pair_bytes=200_000))
 
-    lines = tw.LocalWorld(3).run(worker)[0]
-    assert lines.into(2) < 1.1e6 and lines.out(2) > 1.5e6
+    def wrong():
+        nonlocal lines
+        lines = tw.LocalWorld(3).run(worker)[0]
+        assert lines.into(2) < 1.1e6
+        return set() if lines.out(2) > 1.5e6 else {"out"}
+
+    lines = None
+    assert not always(wrong)
     assert lines.into(2) == max(lines.bytes_per_second[0][2], lines.bytes_per_second[1][2])
     assert lines.round_trip_seconds[0][2] > 0.005 and lines.round_trip_seconds[1][2] > 0.005
 
@@ -143,5 +150,9 @@ def test_the_latency_of_a_step_is_no_cost_of_an_operation(size):
     def worker(comm):
         return measure_together(Slow(comm.rank, comm.size, comm._mail, 1), 6, 1000, typical=min)
 
-    link = tw.LocalWorld(size).run(worker)[0]
-    assert 0.05 < link.latency_seconds < 0.08 and link.operation_seconds < 0.02
+    def wrong():
+        link = tw.LocalWorld(size).run(worker)[0]
+        fits = {"latency": 0.05 < link.latency_seconds < 0.08, "operation": link.operation_seconds < 0.02}
+        return {name for name, is_right in fits.items() if not is_right}
+
+    assert not always(wrong)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from helpers.busy import always
 from helpers.elastic_faults import ailing, dies_before_it_dials, train
 from helpers.program import Program, wait_until
 
@@ -28,6 +29,13 @@ def place(monkeypatch):
     lighthouse.close()
 
 
+def _have_gone_on(comm, has_ended, last):
+    """Whether each worker has committed as many rounds as the other, or one more, since another one has ended."""
+    if has_ended.is_set():
+        last[0] = min(last[0], comm.counts.committed + 2)
+    return comm.counts.committed >= last[0]
+
+
 def joined(place, join, **usual):
     """Two workers train; then a third does `join()`. Returns what that returns, and what the two saw until after it."""
     seen, has_ended, last = [], threading.Event(), [1 << 30]
@@ -40,9 +48,7 @@ def joined(place, join, **usual):
             time.sleep(0.02)
 
         def is_over():
-            if has_ended.is_set():  # and each has committed as many rounds as the other, or one more
-                last[0] = min(last[0], comm.counts.committed + 2)
-            return comm.counts.committed >= last[0]
+            return _have_gone_on(comm, has_ended, last)
 
         try:
             return train(comm, rounds=10**6, before_round=before_round, is_over=is_over, **usual)
@@ -133,9 +139,12 @@ def test_a_worker_that_is_killed_before_it_dials_costs_the_others_one_time_limit
         victim = Program(dies_before_it_dials, place, 5, folder=tmp_path)
         assert victim.wait(60) == -signal.SIGKILL, victim.stderr
 
-    _, others = joined(place, join)
-    # The Lighthouse misses its heartbeat after three seconds.
-    assert all(set(facts["sizes"]) == {2} and facts["slowest"] < 8 for facts in others), others
+    def slow():
+        _, others = joined(place, join)
+        assert all(set(facts["sizes"]) == {2} for facts in others), others
+        return {number for number, facts in enumerate(others) if facts["slowest"] >= 8}
+
+    assert not always(slow, tries=3)  # the Lighthouse misses its heartbeat after three seconds
 
 
 def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_others_go_on(place, monkeypatch):
@@ -191,7 +200,7 @@ def test_of_two_workers_that_cannot_reach_each_other_one_is_left_out_and_the_oth
 @pytest.mark.parametrize("fails", ["save", "load"])
 def test_a_failure_in_healing_gives_up_the_round_and_ends_no_process(place, fails):
     """The first worker cannot save its state any more, so another heals the joiner; or the joiner cannot load any."""
-    seen = []
+    seen, has_ended, last = [], threading.Event(), [1 << 30]
 
     def worker(number):
         if number == 5:
@@ -211,15 +220,19 @@ def test_a_failure_in_healing_gives_up_the_round_and_ends_no_process(place, fail
             seen.append(number)
             time.sleep(0.02)
 
+        def is_over():
+            return _have_gone_on(comm, has_ended, last)
+
         comm.share("extra", save, load)
+        among = {"among": 3, "rounds": 20} if fails == "save" else {"rounds": 10**6}
         try:
-            facts = train(
-                comm, rounds=20 if fails == "save" else 100, among=3 * (fails == "save"), before_round=before_round
-            )
+            facts = train(comm, before_round=before_round, is_over=is_over, **among)
             return facts | {"healings": comm.counts.healings, "committed": comm.counts.committed}
         except LeftOut as error:
             return str(error)
         finally:
+            if fails == "load" and number == 5:
+                has_ended.set()
             comm.close()
 
     with ThreadPoolExecutor(3) as pool:
@@ -229,7 +242,7 @@ def test_a_failure_in_healing_gives_up_the_round_and_ends_no_process(place, fail
         assert joiner["sum"] == first["sum"] and joiner["healings"] == 1 and joiner["committed"] == first["committed"]
     else:
         assert joiner == "worker 5 is left out of the run: it could not be healed in 3 tries: expected y, got x"
-        assert first["committed"] == 100
+        assert first["committed"] == second["committed"] == last[0]
 
 
 @pytest.mark.parametrize("size", [2, 3])
