@@ -140,7 +140,7 @@ def ping(datagrams: socket.socket) -> float:
             pass
         time.sleep(PING_SECONDS)
     # Any of these may be lost.
-    for _ in range(5):
+    for _ in range(8):
         datagrams.send(b"end")
     datagrams.settimeout(None)
     return min(seconds)
