@@ -86,7 +86,7 @@ def test_workers_with_different_schedules_fail_together():
         with pytest.raises(ValueError, match=r"averager.*levels=Values"):
             averager.init([("x", torch.zeros(3, 3))], comm)
 
-    tw.LocalWorld(2, timeout_seconds=10).run(worker)
+    tw.LocalWorld(2, timeout_seconds=60).run(worker)
 
 
 @dataclass(frozen=True, repr=False)

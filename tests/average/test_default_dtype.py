@@ -56,7 +56,7 @@ def two_rounds(averager):
             averager.commit(state)
         return [t for _, t in tensors]
 
-    return tw.LocalWorld(4, timeout_seconds=10).run(worker)
+    return tw.LocalWorld(4, timeout_seconds=60).run(worker)
 
 
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)

@@ -133,7 +133,7 @@ def test_workers_in_different_epochs_fail_together():
         handle.detach()
         return True
 
-    assert tw.LocalWorld(2, timeout_seconds=10).run(worker) == [True, True]
+    assert tw.LocalWorld(2, timeout_seconds=60).run(worker) == [True, True]
 
 
 def forgetful_worker(comm):

@@ -91,7 +91,7 @@ def test_workers_that_differ_fail_together():
             (other if comm.rank == 2 else averager).init(start(comm.rank), comm)
         return True
 
-    assert all(tw.LocalWorld(4, timeout_seconds=10).run(worker))
+    assert all(tw.LocalWorld(4, timeout_seconds=60).run(worker))
 
 
 @every_averager
@@ -481,7 +481,7 @@ def test_topologies_that_do_not_suit(averager, message):
         with pytest.raises(ValueError, match=message):
             averager.init(start(comm.rank), comm)
 
-    tw.LocalWorld(4, timeout_seconds=10).run(worker)
+    tw.LocalWorld(4, timeout_seconds=60).run(worker)
 
 
 @pytest.mark.parametrize(

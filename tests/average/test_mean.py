@@ -246,7 +246,7 @@ def test_different_workers_fail_together(change, message):
             averager.init(tensors, comm)
         return True
 
-    assert tw.LocalWorld(4, timeout_seconds=10).run(worker) == [True] * 4
+    assert tw.LocalWorld(4, timeout_seconds=60).run(worker) == [True] * 4
 
 
 @pytest.mark.parametrize("granularity", ["layer", "bucket"])

@@ -76,7 +76,7 @@ def test_sources_timeout_and_waking(world):
     kinds, nothing, waited = WORLDS[world](3, choose)[0]
     assert kinds == [2, 1]
     assert nothing == [None] * 3
-    assert 0.19 < waited < 5
+    assert 0.19 < waited < 30  # half of the time limit
 
 
 def alive_but_quiet(comm):

@@ -68,13 +68,13 @@ def with_a_failing_peer(comm, operation: str, how: str) -> tuple[str, float]:
 @TRANSPORTS
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
-    results = run(3, with_a_failing_peer, operation, "killed", return_errors=True)
+    results = run(3, with_a_failing_peer, operation, "killed", comm_timeout_seconds=600.0, return_errors=True)
     assert isinstance(results[2], RuntimeError)
     assert "exit code -9" in str(results[2])
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: {operation} failed:")
         assert ".cc:" not in message  # where Gloo's source found the error
-        assert seconds < 50, results  # the time limit is 60
+        assert seconds < 150, results  # the time limit is 600
     if operation == "exchange":
         assert all("rank 2" in message for message, _ in results[:2])
 
@@ -101,11 +101,11 @@ def in_a_chain(comm) -> tuple[str, float]:
 
 @TRANSPORTS
 def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
-    results = run(3, in_a_chain, return_errors=True)
+    results = run(3, in_a_chain, comm_timeout_seconds=600.0, return_errors=True)
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: exchange failed:")
         assert f"rank {rank + 1}" in message
-        assert seconds < 50, results  # the time limit is 60
+        assert seconds < 150, results  # the time limit is 600
 
 
 # ---- spawn itself ----
@@ -173,7 +173,7 @@ def test_the_first_error_is_raised_though_those_that_followed_are_there_too(run,
 
 
 def sleeps_on_rank_one(comm):
-    time.sleep(30 * (comm.rank == 1))
+    time.sleep(600 * (comm.rank == 1))
 
 
 def test_workers_that_do_not_finish_are_named(monkeypatch):
@@ -220,7 +220,7 @@ def in_unequal_numbers_of_groups(comm) -> list:
 
 def test_members_of_a_subgroup_may_be_in_different_numbers_of_groups():
     in_both_orders = [[0, 2], [2, 0]] * 2
-    assert spawn(3, in_unequal_numbers_of_groups, comm_timeout_seconds=10) == [in_both_orders, [], in_both_orders]
+    assert spawn(3, in_unequal_numbers_of_groups) == [in_both_orders, [], in_both_orders]
 
 
 def constructs_alone(comm) -> str:
@@ -261,8 +261,8 @@ def test_an_error_waits_for_no_other_worker():
 def abandons_while_idle(comm, transport: str) -> str:
     """What the others hear in their next operation, of a worker that has left it and still lives."""
     said = ""
-    with connect(transport, timeout_seconds=20.0) as own:  # the one that ends below refers to it
-        ended = connect(transport, timeout_seconds=20.0)
+    with connect(transport, timeout_seconds=60.0) as own:  # the one that ends below refers to it
+        ended = connect(transport, timeout_seconds=60.0)
         if comm.rank == 1:
             ended.abandon()
         own.barrier()
@@ -273,7 +273,7 @@ def abandons_while_idle(comm, transport: str) -> str:
             ) as raised:
                 ended.all_reduce(torch.ones(4)).wait()
             said = str(raised.value)
-            assert time.monotonic() - began < 10  # half of the time limit
+            assert time.monotonic() - began < 30  # half of the time limit
         own.barrier()  # else a third worker might hear of the second one's end first
         if comm.rank != 1:
             ended.abandon()
@@ -285,7 +285,7 @@ def abandons_while_idle(comm, transport: str) -> str:
 @pytest.mark.parametrize("size", [2, 3])
 def test_a_worker_that_gives_up_while_idle_is_an_error_at_once(transport, size):
     """Over Gloo, a third worker that is late hears from one that has noticed, and has hung up too."""
-    said = spawn(size, abandons_while_idle, transport, comm_timeout_seconds=20.0)
+    said = spawn(size, abandons_while_idle, transport)
     assert any("rank 1" in line.partition("failed: ")[2] for line in said), said
 
 

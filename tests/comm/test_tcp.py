@@ -522,10 +522,10 @@ def test_auto_takes_our_own_connections_between_machines():
     assert spawn(2, chosen_between_machines) == [("TcpCommunicator", 1)] * 2
 
 
-def connected_with(comm, folders: list[str]) -> str:
+def connected_with(comm, folders: list[str], seconds: float) -> str:
     os.environ["THINWIRE_CREDENTIALS"] = folders[comm.rank]
     try:
-        with connect("tcp", timeout_seconds=10.0) as own:
+        with connect("tcp", timeout_seconds=seconds) as own:
             conforms(own)
             return "connected"
     except RuntimeError as error:
@@ -534,8 +534,8 @@ def connected_with(comm, folders: list[str]) -> str:
 
 def test_the_credentials_of_the_environment_close_connections_to_others(tmp_path):
     ours, theirs = (keys_of(tmp_path / run, "a", "b") for run in ("ours", "theirs"))
-    assert spawn(2, connected_with, [ours[0].folder, ours[1].folder]) == ["connected"] * 2
-    assert "connected" not in spawn(2, connected_with, [ours[0].folder, theirs[1].folder])
+    assert spawn(2, connected_with, [ours[0].folder, ours[1].folder], 60.0) == ["connected"] * 2
+    assert "connected" not in spawn(2, connected_with, [ours[0].folder, theirs[1].folder], 10.0)
 
 
 def test_gpus_are_not_for_our_own_connections():

@@ -453,14 +453,14 @@ def ends_badly(comm, how, who):
 
 @pytest.mark.parametrize("how, who", [("killed", 0), ("killed", 1), ("stopped", 1), ("raises", 0)])
 def test_a_failing_process_stops_the_others_who_name_it(how, who):
-    results = spawn(4, ends_badly, how, who, return_errors=True)
+    results = spawn(4, ends_badly, how, who, comm_timeout_seconds=600, return_errors=True)
     for rank, result in enumerate(results):
         if rank != who:
             assert isinstance(result, tuple), result
             text, seconds = result
             assert text.startswith(f"rank {rank}: asynchronous averaging has stopped: ")
             assert f"rank {who}" in text.split(": ", 2)[2]
-            assert seconds < 50, result  # less than the communicator's timeout of 60; a busy machine needs some
+            assert seconds < 150, result  # less than the communicator's timeout of 600; a busy machine needs some
     if how == "raises":
         assert str(results[who]) == "the loss is NaN"
         assert all(
@@ -522,7 +522,7 @@ def test_ctrl_c_ends_all_processes(tmp_path, phase, to):
         time.sleep(0.1)  # for `detach` to wait
         for rank in to:
             processes[rank].send_signal(signal.SIGINT)
-        codes = [process.wait(30) for process in processes]  # less than any timeout of the library
+        codes = [process.wait(250) for process in processes]  # less than any timeout of the library
         errors = [process.stderr for process in processes]
     assert "KeyboardInterrupt" in errors[1]
     assert "KeyboardInterrupt" in errors[0] or "rank 1" in errors[0]

@@ -496,7 +496,7 @@ def one_has_no_values(comm, strategy: str, own: bool) -> str:
 @pytest.mark.parametrize("own", [True, False])
 def test_an_error_of_one_worker_is_told_to_the_others(strategy, own):
     """Whether they are connected already or about to be."""
-    first, second = spawn(2, one_has_no_values, strategy, own, comm_timeout_seconds=10.0)
+    first, second = spawn(2, one_has_no_values, strategy, own)
     name = strategy.partition("(")[0]
     assert second.startswith(f"{name}: 'weight' is on the meta device")
     assert first == f"rank 1 failed: {second}"
@@ -513,7 +513,7 @@ def one_does_not_know_a_name(comm, own: bool) -> str:
 @pytest.mark.parametrize("own", [True, False])
 def test_a_name_that_one_worker_does_not_know_is_told_to_the_others(own):
     """They waited for it until the time limit of their process group."""
-    first, second = spawn(2, one_does_not_know_a_name, own, comm_timeout_seconds=10.0)
+    first, second = spawn(2, one_does_not_know_a_name, own)
     assert second.startswith("unknown name 'Unregistered'") and first == f"rank 1 failed: {second}"
 
 
@@ -535,7 +535,7 @@ def one_attaches_twice(comm) -> str:
 
 
 def test_a_parameter_that_one_worker_has_attached_before_is_told_to_the_others():
-    first, second = tw.LocalWorld(2, timeout_seconds=10).run(one_attaches_twice)
+    first, second = tw.LocalWorld(2, timeout_seconds=60).run(one_attaches_twice)
     assert "'weight' is attached to Gradients(Mean()) already" in second and first == f"rank 1 failed: {second}"
 
 
@@ -547,7 +547,7 @@ def one_in_ddp_has_an_option_of_plain_modules(comm) -> str:
 
 
 def test_an_error_of_one_worker_in_ddp_is_told_to_the_others():
-    first, second = spawn(2, one_in_ddp_has_an_option_of_plain_modules, comm_timeout_seconds=10.0)
+    first, second = spawn(2, one_in_ddp_has_an_option_of_plain_modules)
     assert second.startswith("Gradients: bucket_bytes=1000 is for plain") and first == f"rank 1 failed: {second}"
 
 
@@ -557,7 +557,7 @@ def one_measures(comm) -> None:
 
 
 def test_a_layout_of_one_worker_alone_is_told():
-    spawn(2, one_measures, comm_timeout_seconds=10.0)
+    spawn(2, one_measures)
 
 
 def fails_to_detach(comm) -> float:
@@ -581,4 +581,4 @@ def fails_to_detach(comm) -> float:
 
 
 def test_other_workers_learn_at_once_that_one_has_failed_to_detach():
-    assert spawn(2, fails_to_detach, comm_timeout_seconds=20.0)[1] < 10  # half of the time limit
+    assert spawn(2, fails_to_detach)[1] < 30  # half of the time limit

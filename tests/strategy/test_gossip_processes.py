@@ -205,4 +205,4 @@ def step_in_a_fork_of(comm, name):
 
 @pytest.mark.parametrize("name", ATTACH)
 def test_a_fork_that_steps_with_its_parents_handle_is_told_so(name):
-    assert spawn(2, step_in_a_fork_of, name, timeout_seconds=60) == [17, 17]
+    assert spawn(2, step_in_a_fork_of, name) == [17, 17]

@@ -73,7 +73,7 @@ def test_nobody_waits_for_a_worker_that_skipped_its_first_step(scaled):
 
 
 def test_nor_do_processes():
-    assert spawn(2, skips_its_first_step, True, comm_timeout_seconds=10.0) == FIRST
+    assert spawn(2, skips_its_first_step, True) == FIRST
 
 
 def test_a_parameter_without_a_gradient_on_one_worker_keeps_its_states():

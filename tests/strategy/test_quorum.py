@@ -406,7 +406,7 @@ def detaches_too_early(comm):
 def test_detaching_ends_all_threads_though_it_fails():
     before = set(threading.enumerate())
     handles = run_threads(2, detaches_too_early)
-    wait_until(lambda: set(threading.enumerate()) <= before, "the end of the threads", 20.0)
+    wait_until(lambda: set(threading.enumerate()) <= before, "the end of the threads")
     assert all(handle.is_detached for handle in handles)
 
 

@@ -99,7 +99,7 @@ def test_workers_with_another_option_fail_together(call):
             CALLS[call](nn.Linear(3, 2), comm=comm, **options[comm.rank])
 
     for name, options in PAIRS[call].items():
-        tw.LocalWorld(2, timeout_seconds=10).run(worker, name, options)
+        tw.LocalWorld(2, timeout_seconds=60).run(worker, name, options)
 
 
 def shards(comm, name):

@@ -238,7 +238,7 @@ def test_a_damaged_authority_is_named_with_its_folder(name, content, tmp_path):
 def test_who_listens_with_a_certificate_that_expires_soon_says_so_once(tmp_path, caplog):
     keys.new_run(tmp_path / "first", "run", "first", days=1.0)
     listeners = [Listener("127.0.0.1", 0, tw.Credentials(tmp_path / "first"), echo) for _ in range(2)]
-    wait_until(lambda: caplog.messages, "a line", 20)
+    wait_until(lambda: caplog.messages, "a line")
     time.sleep(2 * connections.LOOK_SECONDS)
     (line,) = caplog.messages
     assert "certificate.pem expires at 20" in line and "renew it: `thinwire keys renew`" in line
@@ -286,7 +286,7 @@ def test_a_listener_shows_the_certificate_that_was_renewed(tmp_path):
         with connect_tls("127.0.0.1", listener.port, theirs.context(server=False), 10) as connection:
             return name_in(connection.getpeercert())
 
-    wait_until(lambda: shown() == "third", "the listener shows the new one", 20)
+    wait_until(lambda: shown() == "third", "the listener shows the new one")
     listener.close()
 
 

@@ -315,8 +315,8 @@ def test_a_launcher_that_is_killed_leaves_no_process_even_if_a_worker_is_stopped
     processes = below(real_command.pid)
     os.kill(workers_of(real_command.pid)[1], signal.SIGSTOP)
     os.kill(real_command.pid, signal.SIGKILL)
-    real_command.wait(10)
-    wait_until(lambda: not any(map(alive, processes)), "the end of all processes", seconds=60)
+    real_command.wait(400)
+    wait_until(lambda: not any(map(alive, processes)), "the end of all processes")
 
 
 @linux

@@ -53,7 +53,7 @@ def test_a_damaged_layout_is_one_error_on_all_workers(tmp_path, text):
             layout_of_run(config, tmp_path, comm)
         return True
 
-    assert LocalWorld(2, timeout_seconds=5).run(error) == [True, True]
+    assert LocalWorld(2).run(error) == [True, True]
 
 
 @pytest.mark.parametrize("field", [{"network": "1gbit,1ms"}, {"transport": "mpi"}, {"elastic": True}])

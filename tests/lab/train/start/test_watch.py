@@ -31,7 +31,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the kernel's ta
 
 
 def sleeping():
-    time.sleep(60)
+    time.sleep(600)
 
 
 def forked(target, *arguments):
@@ -64,12 +64,12 @@ def watched(workers, folder, requests=None, store=None, limit_seconds=60.0, firs
 
 def stop(worker):
     os.kill(worker.pid, signal.SIGSTOP)
-    wait_until(lambda: watch._state(worker.pid) == "T", "a stopped worker", 10)
+    wait_until(lambda: watch._state(worker.pid) == "T", "a stopped worker")
 
 
 def go_on(worker):
     os.kill(worker.pid, signal.SIGCONT)
-    wait_until(lambda: watch._state(worker.pid) != "T", "a worker that goes on", 10)
+    wait_until(lambda: watch._state(worker.pid) != "T", "a worker that goes on")
 
 
 @pytest.fixture
