@@ -74,7 +74,7 @@ def test_a_killed_worker_is_an_error_everywhere_at_once(run, operation):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: {operation} failed:")
         assert ".cc:" not in message  # where Gloo's source found the error
-        assert seconds < 150, results  # the time limit is 600
+        assert seconds < 300, results  # the time limit is 600
     if operation == "exchange":
         assert all("rank 2" in message for message, _ in results[:2])
 
@@ -105,7 +105,7 @@ def test_an_error_travels_to_those_who_wait_for_a_living_worker(run):
     for rank, (message, seconds) in enumerate(results[:2]):
         assert message.startswith(f"rank {rank}: exchange failed:")
         assert f"rank {rank + 1}" in message
-        assert seconds < 150, results  # the time limit is 600
+        assert seconds < 300, results  # the time limit is 600
 
 
 # ---- spawn itself ----

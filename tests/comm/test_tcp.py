@@ -65,7 +65,7 @@ def meets_in_a_store(rank: int, folder: str) -> None:
 
 def test_workers_meet_in_any_store(tmp_path):
     with programs(meets_in_a_store, [(rank, str(tmp_path)) for rank in range(3)], tmp_path) as started:
-        assert [program.wait(60) for program in started] == [0] * 3, [program.stderr for program in started]
+        assert [program.wait(400) for program in started] == [0] * 3, [program.stderr for program in started]
 
 
 def test_who_does_not_come_to_the_store_is_named():
@@ -459,7 +459,7 @@ def forgets_to_close(store: str) -> None:
 
 def test_a_forgotten_close_does_not_keep_the_interpreter(tmp_path):
     with programs(forgets_to_close, [(str(tmp_path / "store"),)], tmp_path) as (program,):
-        assert (program.wait(60), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
+        assert (program.wait(200), program.stdout) == (0, "[tensor([1.])]\n"), program.stderr
 
 
 def leaves_nothing(comm) -> None:

@@ -59,7 +59,7 @@ def spawn(
     size: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout_seconds: float = 180.0,
+    timeout_seconds: float = 400.0,
     comm_timeout_seconds: float = 60.0,
     return_errors: bool = False,
 ) -> list:
@@ -91,7 +91,7 @@ def spawn(
 
 
 def run_threads(size: int, fn: Callable[..., Any], *args: Any) -> list:
-    return LocalWorld(size, timeout_seconds=30).run(fn, *args)
+    return LocalWorld(size).run(fn, *args)
 
 
 def retire() -> None:
@@ -177,7 +177,7 @@ def _receive(process: Any, connection: Connection) -> Any:
     try:
         return pickle.loads(connection.recv_bytes())
     except (EOFError, OSError):
-        process.join(5)
+        process.join(60)
         return RuntimeError(f"died without a word, exit code {process.exitcode}")
 
 

@@ -44,7 +44,7 @@ def store_of(rank: int, credentials: tw.Credentials, place: str) -> dist.Store:
         store = listening_store("127.0.0.1", 0, SOON, credentials)
         port.write_text(f"{store.port}\n")
         return store
-    wait_until(lambda: port.exists() and port.read_text().endswith("\n"), "a store", 100)
+    wait_until(lambda: port.exists() and port.read_text().endswith("\n"), "a store")
     return connected_store("127.0.0.1", int(port.read_text()), SOON, credentials)
 
 
@@ -68,7 +68,7 @@ def rounds(rank: int, folder: str, place: str, with_backend: bool) -> None:
         comm = TcpCommunicator.from_store(store, rank, SIZE, timeout_seconds=100.0, credentials=credentials)
         add = lambda x: comm.all_reduce(x).wait()  # noqa: E731
     print("connected", flush=True)
-    wait_until(lambda: Path(place, "go").exists(), "the attack", 100)
+    wait_until(lambda: Path(place, "go").exists(), "the attack")
     total = hashlib.sha256()
     for number in range(ROUNDS):
         x = term(number, rank)
@@ -103,7 +103,7 @@ def test_its_listeners_answer_no_others(with_backend, tmp_path):
         while any(program.returncode is None for program in started):
             attacker.attack(program.pid for program in started)
             time.sleep(0.05)  # the cores are the workers'
-        assert [program.wait(100) for program in started] == [0] * SIZE, [program.stderr for program in started]
+        assert [program.wait(400) for program in started] == [0] * SIZE, [program.stderr for program in started]
         assert {program.stdout.split()[-1] for program in started} == {expected.hexdigest()}
     assert len(attacker.ports) >= 1 + SIZE  # the store, and each worker's
     attacker.check()
@@ -120,7 +120,7 @@ def strategies(rank: int, folder: str, place: str) -> None:
         handle = tw.attach(trained, optimizer, strategy)
         train(trained, rank, steps=3, optimizer=optimizer)
         print(name, flush=True)
-        wait_until(lambda name=name: Path(place, name).exists(), "the attack", 100)
+        wait_until(lambda name=name: Path(place, name).exists(), "the attack")
         train(trained, rank, steps=3, optimizer=optimizer)
         with handle.average_model() if name in ("gossip", "local") else contextlib.nullcontext():
             found = [p.full_tensor() if name == "shards" else p for p in model.parameters()]
@@ -143,7 +143,7 @@ def lives(folder: Path, credentials: list[tw.Credentials], attacker: Attacker | 
                 attacker.attack(program.pid for program in started)
                 assert len(attacker.ports) > before, f"nothing listens for {name}"
             (folder / "place" / name).touch()
-        assert [program.wait(100) for program in started] == [0] * SIZE, [program.stderr for program in started]
+        assert [program.wait(400) for program in started] == [0] * SIZE, [program.stderr for program in started]
         said = [program.stdout for program in started]
     assert len(set(said)) == 1
     return said[0].split()[1::2]

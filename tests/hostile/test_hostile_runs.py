@@ -57,7 +57,7 @@ class Run:
 
     def models(self):
         """The digest of each worker's model, once all have ended."""
-        codes = [one.wait(120) for one in self.workers]
+        codes = [one.wait(400) for one in self.workers]
         assert codes == [0] * SIZE, [one.stderr for one in self.workers]
         return [json.loads(one.stdout.splitlines()[-1])["model"] for one in self.workers]
 
@@ -88,7 +88,7 @@ def test_no_listener_of_a_run_with_credentials_answers_others(runs, tmp_path):
     attacker, go_on = Attacker(of_another_run), tmp_path / "go-on"
     options = {"goes_on": str(go_on), "timeout_seconds": 400}
     run.start(0, 1, **options)
-    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third", 100)
+    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third")
     before = resident_bytes([run.place.pid])
     attacker.attack(run.pids)
     assert len(attacker.ports) >= 3  # the Lighthouse, two stores
@@ -110,7 +110,7 @@ def test_no_listener_answers_others_while_a_worker_is_healed(runs, tmp_path):
     attacker = Attacker(keys_of(tmp_path / "theirs", "a")[0])
     run = runs(keys_of(tmp_path / "ours", "a", "b", "c"), min_workers=2)
     run.start(0, 1)
-    wait_until(lambda: all(one.stdout.split()[-1:] == ["2"] for one in run.workers), "rounds of two", 200)
+    wait_until(lambda: all(one.stdout.split()[-1:] == ["2"] for one in run.workers), "rounds of two")
     run.start(2)
     while any(one.returncode is None for one in run.workers):
         attacker.attack(run.pids)
@@ -124,12 +124,12 @@ def test_a_worker_whose_certificate_is_revoked_leaves_and_the_others_go_on(runs,
     credentials = keys_of(tmp_path / "ours", "a", "b", "c")
     run = runs(credentials, rounds=10**6, min_workers=2)
     run.start(0, 1, 2)
-    wait_until(lambda: all(one.stdout.split()[-1:] == ["3"] for one in run.workers), "rounds of all", 200)
+    wait_until(lambda: all(one.stdout.split()[-1:] == ["3"] for one in run.workers), "rounds of all")
     keys.Issuer(tmp_path / "ours" / "a").revoke("c")
     third = run.workers[2]
     assert third.wait(100) == 1
     assert "refuses this worker: its certificate was revoked" in third.stderr
-    wait_until(lambda: all(one.stdout.split()[-1] == "2" for one in run.workers[:2]), "rounds of two", 200)
+    wait_until(lambda: all(one.stdout.split()[-1] == "2" for one in run.workers[:2]), "rounds of two")
     assert [one.returncode for one in run.workers[:2]] == [None, None]
 
 
@@ -137,7 +137,7 @@ def test_without_credentials_what_can_be_refused_is(runs):
     """Rubbish for a claim, and a count of 2^63: the Lighthouse hears both, and lives on after a question that is none."""
     run = runs(None)
     run.start(0, 1)
-    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third", 100)
+    wait_until(lambda: all(listening(one.pid) for one in run.workers), "two workers that wait for a third")
     ended = threading.Event()
 
     def lie(number):
@@ -151,7 +151,7 @@ def test_without_credentials_what_can_be_refused_is(runs):
     for liar in liars:
         liar.start()
     run.start(2)
-    wait_until(lambda: run.workers[2].stdout or run.workers[2].returncode is not None, "a round", 200)
+    wait_until(lambda: run.workers[2].stdout or run.workers[2].returncode is not None, "a round")
     for path in (f"/replica/worker_{number:06d}/kill" for number in range(3)):
         answers(run.port, f"POST {path} HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\n\r\n".encode())
     assert set(run.models()) == {undisturbed(AVERAGER, SIZE, ROUNDS)}

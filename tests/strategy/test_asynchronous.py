@@ -460,7 +460,7 @@ def test_a_failing_process_stops_the_others_who_name_it(how, who):
             text, seconds = result
             assert text.startswith(f"rank {rank}: asynchronous averaging has stopped: ")
             assert f"rank {who}" in text.split(": ", 2)[2]
-            assert seconds < 150, result  # less than the communicator's timeout of 600; a busy machine needs some
+            assert seconds < 300, result  # less than the communicator's timeout of 600; a busy machine needs some
     if how == "raises":
         assert str(results[who]) == "the loss is NaN"
         assert all(

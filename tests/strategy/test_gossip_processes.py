@@ -157,7 +157,7 @@ def train_until_killed(comm, averager, options):
 def test_a_killed_worker_stops_the_others_with_an_error_that_names_it(averager, options):
     began = time.monotonic()
     errors = spawn(SIZE, train_until_killed, averager, options, comm_timeout_seconds=600, return_errors=True)
-    assert time.monotonic() - began < 180  # the connection tells, not the communicator's timeout of 600 seconds
+    assert time.monotonic() - began < 400  # the connection tells, not the communicator's timeout of 600 seconds
     assert "exit code -9" in str(errors[2])
     others = [errors[rank] for rank in (0, 1, 3)]
     for error in others:

@@ -50,13 +50,13 @@ def test_four_workers_become_two_and_then_six(is_encrypted, tmp_path, monkeypatc
     survivors = [start(2), start(3)]  # before the others, whose state would heal them if they came late
     wait_until(lambda: survivors[0].stdout.split() == ["2"], "a round of the first two")
     victims = [start(0, 4, "round"), start(1, 3, "regroup")]
-    assert [victim.wait(180) for victim in victims] == [-signal.SIGKILL] * 2
+    assert [victim.wait(400) for victim in victims] == [-signal.SIGKILL] * 2
     wait_until(lambda: survivors[0].stdout.split()[-1:] == ["2"], "a round of the two that are left")
     place.kill()
     place.wait(60)
     place = Program(serve, port, 2, folder, folder=tmp_path)
     joined = [start(number) for number in (0, 1, 4, 5)]  # the dead come back, and two others with them
-    assert [program.wait(180) for program in (*survivors, *joined)] == [0] * 6, [
+    assert [program.wait(400) for program in (*survivors, *joined)] == [0] * 6, [
         p.stderr for p in (*survivors, *joined)
     ]
     results = [json.loads(program.stdout.splitlines()[-1]) for program in (*survivors, *joined)]

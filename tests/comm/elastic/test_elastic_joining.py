@@ -137,7 +137,7 @@ def test_a_worker_that_is_killed_before_it_dials_costs_the_others_one_time_limit
 
     def join():
         victim = Program(dies_before_it_dials, place, 5, folder=tmp_path)
-        assert victim.wait(60) == -signal.SIGKILL, victim.stderr
+        assert victim.wait(400) == -signal.SIGKILL, victim.stderr
 
     def slow():
         _, others = joined(place, join)

@@ -124,9 +124,9 @@ def outputs(tmp_path_factory) -> list[Path]:
         patch.setenv("XDG_CACHE_HOME", str(root / "cache"))
         configs = tasks(root)
         made = {f"{strategy}-{kind}": replace(configs[kind], strategy=STRATEGIES[strategy]) for strategy, kind in PAIRS}
-        spawn(2, run_all, made, root / "quiet", False, timeout_seconds=300, comm_timeout_seconds=120)
+        spawn(2, run_all, made, root / "quiet", False, timeout_seconds=1500, comm_timeout_seconds=120)
         with background_load(1):
-            spawn(2, run_all, made, root / "loaded", True, timeout_seconds=300, comm_timeout_seconds=120)
+            spawn(2, run_all, made, root / "loaded", True, timeout_seconds=1500, comm_timeout_seconds=120)
     return [root / "quiet", root / "loaded"]
 
 
