@@ -26,8 +26,9 @@ HEADERS = 28
 SO_RCVBUFFORCE = 33  # Linux; beyond the limit for ordinary users
 CATCH_UP_SECONDS = 0.04  # after a pause of the scheduler, a sender makes up for no more than this
 PINGS, PING_SECONDS = 60, 0.02
+LOST_SECONDS = 10.0  # without a datagram: the end of the stream was lost
 Result = TypeVar("Result")
-LAST = 0xFFFFFFFF  # the number of a datagram that ends a stream
+LAST = 0xFFFFFFFF  # in place of the number, in a datagram that ends a stream; the stream follows
 
 
 def check(lab: Lab, seconds: float) -> set[str]:
@@ -100,14 +101,14 @@ def phases(
         sender = int(way[0])
         if rank == sender:
             swap(control)
-            send(datagrams, 1.2 * rate, seconds / 2)
-            steady = send(datagrams, rate / 2, seconds)
+            send(datagrams, 0, 1.2 * rate, seconds / 2)
+            steady = send(datagrams, 1, rate / 2, seconds)
             got = swap(control)
             result[way] = {"rate": got[0]["rate"], "sent": steady, "loss": 1 - got[1]["received"] / steady,
                            "reorder": got[1]["late"] / steady}  # fmt: skip
         else:
             swap(control)
-            swap(control, [receive(datagrams), receive(datagrams)])
+            swap(control, [receive(datagrams, stream) for stream in range(2)])
     result.update(swap(control, result))
     result["tcp"] = {}
     for connections in (1, 16):
@@ -146,12 +147,12 @@ def ping(datagrams: socket.socket) -> float:
     return min(seconds)
 
 
-def send(datagrams: socket.socket, rate: float, seconds: float) -> int:
-    """Send numbered datagrams at `rate` bits per second, headers included; returns how many."""
+def send(datagrams: socket.socket, stream: int, rate: float, seconds: float) -> int:
+    """Send numbered datagrams at `rate` bits per second, headers included; returns how many, one at least."""
     body, number, interval = bytearray(PACKET), 0, 8 * (PACKET + HEADERS) / rate
     due = end = time.monotonic()
     end += seconds
-    while (now := time.monotonic()) < end:
+    while (now := time.monotonic()) < end or number == 0:  # a busy machine may start it late
         due = max(due, now - CATCH_UP_SECONDS)
         while due <= now:
             struct.pack_into("!I", body, 0, number)
@@ -161,22 +162,24 @@ def send(datagrams: socket.socket, rate: float, seconds: float) -> int:
     time.sleep(0.1)  # the queue drains
     # Any of these may be lost.
     for _ in range(8):
-        datagrams.send(struct.pack("!I", LAST))
+        datagrams.send(struct.pack("!II", LAST, stream))
         time.sleep(0.01)
     return number
 
 
-def receive(datagrams: socket.socket) -> dict[str, float]:
+def receive(datagrams: socket.socket, stream: int) -> dict[str, float]:
     """Count the datagrams of one stream: bits per second, how many came, and how many after a later one."""
     buffer, received, late, highest = bytearray(PACKET), 0, 0, -1
     first = last = 0.0
+    datagrams.settimeout(LOST_SECONDS)
     while True:
-        size = datagrams.recv_into(buffer)
+        try:
+            size = datagrams.recv_into(buffer)
+        except TimeoutError:
+            break
         number = struct.unpack_from("!I", buffer)[0]
-        if number == LAST:
-            if received:
-                break
-            continue  # of the stream before
+        if number == LAST and struct.unpack_from("!I", buffer, 4)[0] == stream:
+            break
         if size < PACKET:
             continue
         last = time.monotonic()

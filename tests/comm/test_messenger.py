@@ -25,12 +25,12 @@ def talks(comm):
     for count in range(3):
         for peer in heard:
             messenger.post(peer, 1, torch.full((count,), float(comm.rank)))
-    wait_until(lambda: all(len(said) >= 3 for said in heard.values()), "all messages", 60.0)
+    wait_until(lambda: all(len(said) >= 3 for said in heard.values()), "all messages")
     comm.barrier()  # nothing is sent to those who have said goodbye
     if comm.rank == 0:
         messenger.say_goodbye()
     else:
-        wait_until(lambda: len(heard[0]) == 4, "the goodbye", 60.0)
+        wait_until(lambda: len(heard[0]) == 4, "the goodbye")
     comm.barrier()
     messenger.close()
     return heard
@@ -55,7 +55,7 @@ def test_no_thread_receives_when_all_peers_are_lost():
     """It asked again and again without a pause, as long as something kept the messenger, such as a traceback."""
     before = set(threading.enumerate())
     messengers = run_threads(2, returns_without_closing)
-    wait_until(lambda: len(set(threading.enumerate()) - before) == 2, "the end of the threads that receive", 10.0)
+    wait_until(lambda: len(set(threading.enumerate()) - before) == 2, "the end of the threads that receive")
     for messenger in messengers:
         messenger.close()
     assert set(threading.enumerate()) <= before

@@ -11,6 +11,8 @@ import os
 import re
 import shutil
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -146,6 +148,18 @@ def test_check_says_what_differs(capfd):
             return {"round trip", "loss, 1 to 0"} - differing | differing & {"loss, 0 to 1"}
 
         assert not always(wrong)
+
+
+def test_a_stream_ends_though_nothing_of_it_came(monkeypatch):
+    """Where a busy machine sent nothing in time, or all of it was lost, the check waited for ever."""
+    monkeypatch.setattr(line_check, "LOST_SECONDS", 0.1)
+    one, other = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with one, other:
+        for stream in (0, 0, 1):
+            one.send(struct.pack("!II", line_check.LAST, stream))
+        assert [line_check.receive(other, stream)["received"] for stream in (0, 1, 2)] == [0, 0, 0]
+        assert line_check.send(one, 0, 1e6, 0.0) == 1
+        assert line_check.receive(other, 0) == {"rate": 0.0, "received": 1, "late": 0}
 
 
 PING = """
