@@ -186,7 +186,7 @@ def test_torchrun_starts_the_workers_of_a_script_again(tmp_path):
     done = python(
         *("-m", "torch.distributed.run", *arguments.split()),
         cwd=tmp_path,
-        timeout=150,
+        timeout=400,
         GLOO_SOCKET_IFNAME="lo",
         **dict(variable.split("=") for variable in variables.split()),
     )

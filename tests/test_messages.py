@@ -79,7 +79,7 @@ def say_twice(configure: bool) -> None:
 @pytest.mark.parametrize("configure", [False, True])
 def test_messages_go_to_stderr_until_logging_is_configured_and_then_there_alone(configure, tmp_path):
     with programs(say_twice, [(configure,)], tmp_path) as (program,):
-        assert program.wait(120) == 0
+        assert program.wait(400) == 0
     lines = program.stderr.splitlines()
     assert lines[:2] == ["thinwire: the round has begun", "thinwire: 50% of the workers are gone"]
     assert lines[2:] == ["WARNING thinwire 50% of the workers are gone"] * configure

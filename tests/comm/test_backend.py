@@ -399,7 +399,7 @@ def loses_a_peer(rank: int, folder: str, how: str) -> None:
 def test_a_peer_that_dies_or_is_silent_is_named(tmp_path, how):
     with programs(loses_a_peer, [(rank, str(tmp_path), how) for rank in range(3)], tmp_path) as started:
         for program in started[:2]:
-            assert program.wait(100) == 0, program.stderr
+            assert program.wait(400) == 0, program.stderr
             assert "named: rank " in program.stdout
 
 
@@ -528,7 +528,7 @@ def is_a_script(rank: int, folder: str) -> None:
 def test_a_script_needs_the_name_alone(tmp_path):
     with programs(is_a_script, [(rank, str(tmp_path)) for rank in range(2)], tmp_path) as started:
         for program in started:
-            assert program.wait(100) == 0, program.stderr
+            assert program.wait(400) == 0, program.stderr
             assert program.stdout == "True True\n" and "leaked" not in program.stderr
 
 
@@ -548,7 +548,7 @@ def test_variables_name_credentials_and_a_relay(tmp_path):
         address = f"127.0.0.1:{relay.address[1]}"
         with programs(is_encrypted_and_relayed, [(r, str(tmp_path), address) for r in range(2)], tmp_path) as started:
             for program in started:
-                assert program.wait(100) == 0, program.stderr
+                assert program.wait(400) == 0, program.stderr
 
 
 def trains_by_torchft(number: int, lighthouse: str) -> None:
@@ -600,7 +600,7 @@ def test_torchft_trains_on_it(tmp_path):
         address = f"http://127.0.0.1:{lighthouse.address().rsplit(':', 1)[1]}"
         with programs(trains_by_torchft, [(number, address) for number in range(2)], tmp_path) as started:
             for program in started:
-                assert program.wait(100) == 0, program.stderr
+                assert program.wait(400) == 0, program.stderr
             assert started[0].stdout == started[1].stdout
             assert started[0].stdout.endswith(" 3 True\n")
     finally:

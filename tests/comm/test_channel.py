@@ -243,19 +243,22 @@ def open_among(outsiders, timeout_seconds, rank_1_comes=True):
     return found
 
 
+NUM_OUTSIDERS = 20
+
+
 def noted(*_):
     """Count nothing."""
 
 
 def idle(host, port, ended):
-    connections = [socket.create_connection((host, port)) for _ in range(3)]
-    ended.wait(60)
+    connections = [socket.create_connection((host, port)) for _ in range(NUM_OUTSIDERS)]
+    ended.wait(400)
     [connection.close() for connection in connections]
 
 
 def trickling(host, port, ended):
     with contextlib.ExitStack() as stack, contextlib.suppress(OSError):
-        connections = [stack.enter_context(socket.create_connection((host, port))) for _ in range(3)]
+        connections = [stack.enter_context(socket.create_connection((host, port))) for _ in range(NUM_OUTSIDERS)]
         while not ended.wait(0.2):
             for connection in connections:
                 connection.sendall(b"x")
@@ -265,8 +268,8 @@ def trickling(host, port, ended):
 def test_outsiders_who_are_slow_or_silent_delay_nobody(outsiders, monkeypatch):
     """They were read one after the other, 5 seconds each."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    took = open_among(outsiders, 30.0)
-    assert max(took) < 12.0, took
+    took = open_among(outsiders, 150.0)
+    assert max(took) < 60.0, took
 
 
 @pytest.mark.parametrize("outsiders", [idle, trickling])
@@ -274,4 +277,4 @@ def test_the_deadline_holds_whatever_outsiders_do(outsiders, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     (said, took), _ = open_among(outsiders, 2.0, rank_1_comes=False)
     assert "nothing came from rank 1 in 2 seconds" in said
-    assert took < 12.0
+    assert took < 60.0

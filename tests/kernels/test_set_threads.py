@@ -204,7 +204,7 @@ assert same()
 
 
 def test_a_forked_child_starts_threads_of_its_own():
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], timeout=60, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", FORK], timeout=600, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
 
 

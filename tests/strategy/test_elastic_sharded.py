@@ -78,7 +78,7 @@ def test_a_process_dies_its_worker_leaves_and_comes_back_as_one(tmp_path, monkey
         return [Program(process, *one, folder=tmp_path) for one in arguments]
 
     others, (left, killed) = start(0, "stays"), start(1, "dies", 3)
-    assert killed.wait(180) == -signal.SIGKILL and left.wait(180) == 1, left.stderr
+    assert killed.wait(400) == -signal.SIGKILL and left.wait(400) == 1, left.stderr
     others[0].wait_until(lambda: '"size": 1,' in others[0].stdout.splitlines()[-1], "a round of the one that is left")
     others += start(1, "returns")
     for program in others:

@@ -77,11 +77,11 @@ def test_workers_that_nobody_can_dial_train_and_one_dies_and_is_healed(server, t
     try:
         place.wait_until(lambda: place.stdout.endswith("\n"), "a Lighthouse")
         first, second, third = map(start, range(3))
-        assert third.wait(120) == -signal.SIGKILL and "3\n" in third.stdout, third.stderr
+        assert third.wait(400) == -signal.SIGKILL and "3\n" in third.stdout, third.stderr
         first.wait_until(lambda: first.stdout.endswith("2\n"), "two workers")
         again = start(2)
         ended = [first, second, again]
-        assert [one.wait(120) for one in ended] == [0, 0, 0], [one.stderr for one in ended]
+        assert [one.wait(400) for one in ended] == [0, 0, 0], [one.stderr for one in ended]
         saw = [json.loads(one.stdout.splitlines()[-1]) for one in ended]
     finally:
         for program in programs:

@@ -271,14 +271,14 @@ def test_workers_that_do_not_listen_take_part(tmp_path, server, listens):
     address = f"127.0.0.1:{server.address[1]}" if through else ""
     with programs(worker, [(r, listens, str(tmp_path), address) for r in range(len(listens))], tmp_path) as started:
         for program in started:
-            assert program.wait(100) == 0, program.stderr
+            assert program.wait(400) == 0, program.stderr
 
 
 @engine
 def test_two_that_only_dial_out_need_a_relay(tmp_path):
     with programs(worker, [(rank, [False, False], str(tmp_path), "") for rank in range(2)], tmp_path) as started:
         for program in started:
-            assert program.wait(100) == 1
+            assert program.wait(400) == 1
             assert "ranks 0 and 1 can only dial out; name a relay that both reach" in program.stderr
 
 
@@ -306,7 +306,7 @@ def dies(rank: int, folder: str) -> None:
 @engine
 def test_a_worker_that_dialled_out_and_died_is_named_long_before_the_limit(tmp_path):
     with programs(dies, [(rank, str(tmp_path)) for rank in range(2)], tmp_path) as started:
-        assert started[0].wait(100) == 0, started[0].stderr
+        assert started[0].wait(400) == 0, started[0].stderr
         assert started[0].stdout == "named\n"
 
 
@@ -346,7 +346,7 @@ def test_with_credentials_the_relay_can_read_nothing(tmp_path, server, monkeypat
     address = f"127.0.0.1:{server.address[1]}"
     with programs(speaks, [(rank, str(tmp_path), address, is_sealed) for rank in range(2)], tmp_path) as started:
         for program in started:
-            assert program.wait(100) == 0, program.stderr
+            assert program.wait(400) == 0, program.stderr
     assert len(passed) > 2 * 1000 * len(PATTERN)
     assert (PATTERN in passed) is not is_sealed
 

@@ -416,7 +416,7 @@ def test_signals_leave_nothing_behind(tmp_path, number):
     lab, pids = _start_sleepers(tmp_path)
     assert len(_namespaces(lab.pid)) == 3
     lab.send_signal(number)
-    assert lab.wait(timeout=100) == 128 + number
+    assert lab.wait(timeout=400) == 128 + number
     assert _namespaces(lab.pid) == []
     assert not any(_alive(pid) for pid in pids)
 
@@ -510,7 +510,7 @@ def test_a_line_that_is_none_is_said_so(line, words):
     (["--cut", "1:2", "--", "true"], "give HOST:START:SECONDS"),
 ])  # fmt: skip
 def test_bad_input_gets_one_line_and_an_exit_code(options, words):
-    done = subprocess.run([sys.executable, NETLAB, *options], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, NETLAB, *options], capture_output=True, text=True, timeout=400)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
     assert words in done.stderr

@@ -46,7 +46,7 @@ def as_jobset(read: dict) -> dict:
 
 def test_the_dockerfile_is_one_by_hadolint():
     linter = Path(sys.executable).with_name("hadolint")
-    done = subprocess.run([linter, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([linter, LAUNCH / "Dockerfile"], capture_output=True, text=True, timeout=600)
     assert (done.returncode, done.stdout) == (0, "")
     copied = re.findall(r"pip install .*\[(.*)\]", (LAUNCH / "Dockerfile").read_text())
     assert copied == ["train,secure"]
@@ -101,7 +101,7 @@ def test_the_units_are_verified_by_systemd(tmp_path):
             ["systemd-analyze", "verify", "--man=no", tmp_path / f"thinwire@{number}.service"],
             capture_output=True,
             text=True,
-            timeout=120,
+            timeout=600,
         )
         said = [line for line in done.stderr.splitlines() if "thinwire" in line]
         assert done.returncode == 0 and said == [], done.stderr
