@@ -147,7 +147,7 @@ def test_check_says_what_differs(capfd):
             assert differing == {row.split("  ")[0] for row in said.splitlines() if "DIFFERS" in row}
             return {"round trip", "loss, 1 to 0"} - differing | differing & {"loss, 0 to 1"}
 
-        assert not always(wrong)
+        assert not always(wrong, tries=4)
 
 
 def test_a_stream_ends_though_nothing_of_it_came(monkeypatch):

@@ -50,7 +50,7 @@ def write(folder: Path, steps: int = 2, seeds: str = "[1]") -> Path:
 
 
 def run(folder: Path, *arguments):
-    return thinwire("sweep", "grid.toml", *arguments, cwd=folder, timeout=200)
+    return thinwire("sweep", "grid.toml", *arguments, cwd=folder)
 
 
 def shown(capsys, option: str) -> str:

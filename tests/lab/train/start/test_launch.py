@@ -356,7 +356,7 @@ def test_a_task_that_is_started_again_finds_the_lighthouse_that_is_there(agents_
     store.set(elastic_tasks.KEY, "http://new" if alone else "http://old")
     with ThreadPoolExecutor(2) as pool:
         again = [pool.submit(address, rank) for rank in ((1,) if alone else (1, 0))]
-        assert [one.result(30) for one in again] == ["http://new"] * len(again)
+        assert [one.result(400) for one in again] == ["http://new"] * len(again)
 
 
 def test_an_interface_is_for_gloo_and_nccl(monkeypatch):
@@ -540,7 +540,7 @@ def test_a_store_that_holds_an_earlier_start_gives_every_start_a_part_of_its_own
             late = [pool.submit(connect.fresh, shared, rank, 3) for rank in (0, 2)]
             time.sleep(0.1)
             stores = [late[0], pool.submit(connect.fresh, shared, 1, 3), late[1]]
-            first, *others = [future.result(30) for future in stores]
+            first, *others = [future.result(400) for future in stores]
         assert not first.check(["address"])
         first.set("address", "new")
         assert [store.get("address") for store in others] == [b"new", b"new"]
