@@ -54,7 +54,7 @@ def controls() -> Iterator[tuple[socket.socket, str]]:
 
 def tcp_bytes() -> dict[tuple, tuple[int, int]]:
     """Bytes that this process has sent and received over each of its TCP connections, once all are acknowledged."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 200
     while any(unacknowledged_bytes(connection) for connection in connections()) and time.monotonic() < deadline:
         time.sleep(0.002)
     counted = {}

@@ -99,7 +99,7 @@ def test_callers_that_say_nothing_take_bounded_room_and_time(serving, monkeypatc
             return '"step": 20' in get(serving, "/run.json")[1]
 
     before = threading.active_count()
-    wait_until(is_answered, "an answer", 30)
+    wait_until(is_answered, "an answer")
     assert threading.active_count() <= before + MAX_CALLERS
 
 
