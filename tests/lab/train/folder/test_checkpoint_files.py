@@ -19,10 +19,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.command import started, thinwire
+from helpers.held_run import held_at
 from helpers.program import below, wait_until
 
 from thinwire import LocalWorld
-from thinwire.lab.files import write_json
 from thinwire.lab.train import RunConfig, train
 from thinwire.lab.train.folder import checkpoint
 from thinwire.lab.train.folder.checkpoint import latest, load_latest
@@ -428,10 +428,7 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
     whole = thinwire(*command, "--name", "whole", cwd=tmp_path)
     assert whole.returncode == 0, whole.stderr
     folder = tmp_path / "runs" / "killed"
-    unfinished = folder / "checkpoints" / ".step-000007" / "shared.pt"
-    unfinished.parent.mkdir(parents=True)
-    os.mkfifo(unfinished)  # nobody reads it, so the run comes no further before it is killed
-    write_json(folder / "config.json", RunConfig("digits").as_dict())
+    pipe = held_at(folder, step=7)
     with started(["-m", "thinwire", *command, "--name", "killed", "--resume"], tmp_path) as killed:
         killed.wait_until(
             lambda: (latest(folder / "checkpoints") or Path()).name > "step-000002", "the checkpoint after three steps"
@@ -440,7 +437,7 @@ def test_a_run_of_four_processes_that_is_killed_goes_on_with_the_same_bits(tmp_p
         killed.kill()
         killed.wait()
         wait_until(lambda: not any(Path(f"/proc/{process}").exists() for process in processes), "the workers' end")
-    unfinished.unlink(missing_ok=True)
+    pipe.unlink()
     assert len(processes) > 4 and not (folder / "summary.json").exists()
     resumed = thinwire(*command, "--name", "killed", "--resume", cwd=tmp_path)
     assert resumed.returncode == 0 and resumed.stderr == "", resumed.stderr

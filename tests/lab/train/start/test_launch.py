@@ -27,6 +27,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers.command import started, thinwire
+from helpers.held_run import held_at
 from helpers.lab import needs_lab
 from helpers.program import Program, wait_until, workers_of
 
@@ -150,8 +151,10 @@ def test_a_worker_that_is_killed_at_any_step_changes_nothing(undisturbed, tmp_pa
     chosen = random.Random(2024)
     resume = ("--name", "elastic", "--resume", "--checkpoint-every", "4")
     launcher = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "3"]
+    pipe = held_at(tmp_path / "runs" / "elastic", step=28)
     with started([*launcher, *THINWIRE, *TRAIN, *resume], tmp_path) as torchrun:
         kill_a_worker(torchrun.pid, tmp_path / "runs" / "elastic" / "metrics.jsonl", chosen.randrange(1, 7), chosen)
+        pipe.unlink()
         (said,) = ended([torchrun])
     assert "SIGKILL" in said or "exitcode: -9" in said.lower() or "Signal 9" in said, said
     assert final(tmp_path / "runs" / "elastic") == undisturbed
