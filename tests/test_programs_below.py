@@ -21,6 +21,8 @@ def test_what_ends_meanwhile_is_left_out(monkeypatch):
     monkeypatch.setattr(Path, "iterdir", with_an_ended_thread)
     monkeypatch.setattr(Path, "read_text", with_an_ended_process)
     with subprocess.Popen(["sleep", "600"]) as child:
-        assert {child.pid, 0} <= set(below(os.getpid()))
-        assert not {child.pid, 0} & set(workers_of(os.getpid()))
-        child.kill()
+        try:
+            assert {child.pid, 0} <= set(below(os.getpid()))
+            assert not {child.pid, 0} & set(workers_of(os.getpid()))
+        finally:
+            child.kill()
