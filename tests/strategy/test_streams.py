@@ -161,8 +161,10 @@ def test_what_takes_the_place_of_a_frozen_gradient_is_kept_until_the_training_wa
     assert kept[0].expired()
 
 
-def test_a_bucket_waits_for_the_streams_of_all_its_gradients(gpu):
-    """Each gradient comes on a stream of its own, such as FSDP's; the last one launches all buckets before it too."""
+@pytest.mark.parametrize("averager, bucket_bytes", [(tw.Mean(), 10_000), (tw.Mean(granularity="model"), 300)], ids=repr)
+def test_work_waits_for_the_streams_of_all_gradients(gpu, averager, bucket_bytes):
+    """Each gradient comes on a stream of its own, such as FSDP's. The last one launches the one bucket of all, or the last of
+    several that are sent together."""
     layers = range(3)
 
     def worker(comm):
@@ -170,7 +172,7 @@ def test_a_bucket_waits_for_the_streams_of_all_its_gradients(gpu):
         for i in layers:  # hooks of before run first
             for p in net[i].parameters():
                 p.register_post_accumulate_grad_hook(lambda p, i=i: setattr(gpu.now, "stream", sides[i]))
-        with tw.compress_gradients(net, tw.Mean(), comm=comm, bucket_bytes=10_000):
+        with tw.compress_gradients(net, averager, comm=comm, bucket_bytes=bucket_bytes):
             gpu.log.clear()
             net(torch.ones(3, 20)).sum().backward()
             return list(gpu.log)

@@ -32,7 +32,7 @@ from ... import debug
 from ...algorithm import require
 from ...average.base import Averager, NamedTensors, handle_of
 from ...comm import Communicator, Handle
-from ...streams import WorkStream, has_streams, refuse_capture
+from ...streams import WorkStream, has_streams, note_stream, refuse_capture, wait_for_streams
 from ..model.optimizer_step import without_autocast
 from ..model.shards import Replica
 from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
@@ -75,6 +75,7 @@ class GradientRounds:
         self._work = WorkStream(torch.device("cpu"))  # until the first bucket tells the device
         self._device = torch.device("cpu")
         self._held: list[Bucket] = []
+        self._streams: set[Any] = set()  # on which the gradients of those held are complete
         self._kept: list[Bucket] = []  # until the training's stream waits for the work on them
         self._finishing: list[Handle] = []
         self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
@@ -104,6 +105,7 @@ class GradientRounds:
             self._culprit = first_nonfinite(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._held.append((tensors, future, buffer))
+        note_stream(self._streams, buffer.device)
         self._num_launched += 1
         if last or not (self._averager.traits.whole_model or self._order is not None):
             self._step(last)
@@ -152,6 +154,7 @@ class GradientRounds:
         if device != self._device:
             self._work, self._device, self._state.clock.device = WorkStream(device), device, device
         self._held, self._finishing, self._num_launched = [], [], 0
+        self._streams.clear()
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
         self._culprit, self.skips = None, False
@@ -181,6 +184,8 @@ class GradientRounds:
 
     def _step(self, last: bool) -> None:
         held, self._held = self._held, []
+        wait_for_streams(self._streams, self._device)
+        self._streams.clear()
         self._kept += held
         tensors = [pair for bucket, _, _ in held for pair in bucket]
         order = self._order
