@@ -19,6 +19,8 @@ from ..comm import Communicator
 from .model.shards import Replica
 
 POLICIES = ("skip", "raise", "apply")
+Looks = list[tuple[str, Tensor]]
+"""What tensors are called, and whether each was finite."""
 
 
 class NonfiniteSteps:
@@ -86,9 +88,19 @@ class NonfiniteSteps:
         )
 
 
+def look_at(tensors: Iterable[tuple[str, Tensor]]) -> Looks:
+    """Whether each tensor is finite as it is now; no host waits for a GPU, which tells it later."""
+    return [(name, torch.isfinite(t).all()) for name, t in tensors]
+
+
+def first_of(looks: Looks) -> str | None:
+    """The name of the first tensor that was not finite."""
+    return next((name for name, was_finite in looks if not was_finite), None)
+
+
 def first_nonfinite(tensors: Iterable[tuple[str, Tensor]]) -> str | None:
     """The name of the first tensor that holds an infinite or NaN value."""
-    return next((name for name, t in tensors if not bool(torch.isfinite(t).all())), None)
+    return first_of(look_at(tensors))
 
 
 def first_culprit(own: str | None, comm: Communicator, shards: Replica) -> str:

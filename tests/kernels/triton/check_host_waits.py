@@ -181,6 +181,7 @@ LOCAL = {"strategy/model/own_gradients.py": 1}
 STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A round of several steps counts for each
     "Gradients(Mean(QSGD(bits=4), ErrorFeedback()))": COMMIT,
     "Gradients(Mean(QSGD(bits=4), exchange='scatter_reduce'))": COMMIT,
+    "Gradients(Mean(QSGD(bits=4)), on_nonfinite='raise')": COMMIT,
     "Gradients(Mean(TopK(0.1), MomentumCorrection(0.9)))": COMMIT,
     "Gradients(Mean(TopK(0.1), ErrorFeedback(), exchange='scatter_reduce'))": COMMIT,
     "Gradients(Mean(RandomK(0.1, shared=True)))": COMMIT,

@@ -35,7 +35,7 @@ from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, note_stream, refuse_capture, wait_for_streams
 from ..model.optimizer_step import without_autocast
 from ..model.shards import Replica
-from ..nonfinite import NonfiniteSteps, first_culprit, first_nonfinite
+from ..nonfinite import Looks, NonfiniteSteps, first_culprit, first_of, look_at
 from ..transaction import Transaction
 
 _OVER: WeakKeyDictionary[Communicator, WeakSet[GradientRounds]] = WeakKeyDictionary()
@@ -83,7 +83,7 @@ class GradientRounds:
         self._is_open = self._is_broken = self._is_abandoned = False
         self._is_finite = True
         self._has_all = False
-        self._culprit: str | None = None
+        self._looks: Looks = []  # at this worker's own gradients, if the next round that is not finite is an error
         self._num_launched = 0
         self.rest: Callable[[int], list[NamedTensors]] = lambda launched: []
         """The buckets of a round behind its first ones, filled with NaN; DDP refuses another pass after an error itself."""
@@ -101,8 +101,8 @@ class GradientRounds:
         """
         if first:
             self._open(buffer.device)
-        if self._nonfinite.is_last_chance and self._culprit is None:
-            self._culprit = first_nonfinite(tensors)
+        if self._nonfinite.is_last_chance:
+            self._looks += look_at(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
         self._held.append((tensors, future, buffer))
         note_stream(self._streams, buffer.device)
@@ -144,7 +144,7 @@ class GradientRounds:
             self._averager.discard(self._state)
             if rest and self._nonfinite.record(False, warn=False) == "raise":  # as on the others
                 self._is_open = False
-                raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
+                raise self._nonfinite.error(first_culprit(first_of(self._looks), self._comm, self._shards))
         self._graph_task = torch._C._current_graph_task_id()
         self._require_order()
         self._comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
@@ -157,7 +157,7 @@ class GradientRounds:
         self._streams.clear()
         self._is_open, self._is_finite, self._has_all = True, True, False
         self._is_broken = healed  # then these gradients are those of other parameters
-        self._culprit, self.skips = None, False
+        self._looks, self.skips = [], False
         # A scaler changes its scale between two passes, so it is read once a round.
         self._scale = float(self._scaler.get_scale()) if self._scaler is not None else 1.0
 
@@ -252,7 +252,7 @@ class GradientRounds:
         action = self._nonfinite.record(self._is_finite, warn=self._scaler is None)
         self.skips = action == "skip"
         if action == "raise":  # on all workers, at the same point
-            raise self._nonfinite.error(first_culprit(self._culprit, self._comm, self._shards))
+            raise self._nonfinite.error(first_culprit(first_of(self._looks), self._comm, self._shards))
 
     def _take(self, task: Handle) -> None:
         """Wait for a task; a worker that has died breaks an elastic round only."""

@@ -37,7 +37,7 @@ from ..base import Attachment
 from ..model.optimizer_step import Arguments
 from ..model.own_gradients import OwnGradients
 from ..model.shards import Replica, reshard
-from ..nonfinite import NonfiniteSteps, first_nonfinite
+from ..nonfinite import Looks, NonfiniteSteps, look_at
 from ..strategy import Runtime, Strategy
 
 
@@ -61,7 +61,7 @@ class ShardCompression(Attachment):
         self._nonfinite = NonfiniteSteps(self.call, strategy.on_nonfinite, strategy.max_nonfinite)
         self._shards, self.parameters = Replica(self.call, model), list(model.named_parameters())
         self._own_gradients: OwnGradients | None = None
-        self._culprit: str | None = None
+        self._looks: Looks = []
         SHARDED.register(self)
         names = {id(module): name for name, module in model.named_modules()}
         self._wires = [_Wire(self, names[id(module)]) for module in modules]
@@ -122,13 +122,13 @@ class ShardCompression(Attachment):
             self._shards.connect_replica()
             rank = self._comm.rank if self._comm else 0  # FSDP of a single worker calls no collective
             self._own_gradients = OwnGradients(self._nonfinite, rank, self.parameters, self._shards)
-        self._own_gradients.culprit, self._culprit = self._culprit, None
+        self._own_gradients.looks, self._looks = self._looks, []
         return self._own_gradients.guard(optimizer, arguments)
 
     def note(self, wire: _Wire, gradient: Tensor) -> None:
-        """Note the first module whose own gradient is not finite, if the next such step is an error."""
-        if self._nonfinite.is_last_chance and self._culprit is None and first_nonfinite([("", gradient)]) is not None:
-            self._culprit = f"gradient of the module {wire.name!r}"
+        """Note whether a module's own gradient is finite, if the next step that is not so is an error."""
+        if self._nonfinite.is_last_chance:
+            self._looks += look_at([(f"gradient of the module {wire.name!r}", gradient)])
 
     # ---- what the collectives use ----
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from ... import kernels
-from ..nonfinite import NonfiniteSteps, first_nonfinite
+from ..nonfinite import Looks, NonfiniteSteps, first_nonfinite, first_of
 from .models import values_of
 from .optimizer_step import Arguments, once_gradients_are_there
 from .shards import Replica
@@ -43,8 +43,8 @@ class OwnGradients:
     def __init__(self, steps: NonfiniteSteps, rank: int, names: Iterable[tuple[str, Tensor]], shards: Replica):
         self._steps, self._rank, self._shards = steps, rank, shards
         self._names = {id(p): name for name, p in names}
-        self.culprit: str | None = None
-        """What of this worker's own was not finite before all workers' was added up, where gradients are sums already."""
+        self.looks: Looks = []
+        """At this worker's own, before all workers' was added up, where gradients are sums already."""
 
     def check(self, optimizer: Optimizer) -> None:
         """Drop the optimizer's gradients if any of them is not finite, as the policy says.
@@ -57,7 +57,7 @@ class OwnGradients:
         # One flag for all gradients, because the host waits for a GPU to read it.
         action = self._steps.record(self._shards.all(kernels.flags.read(kernels.all_finite([v for _, v in values]))))
         if action == "raise":
-            name, culprit, self.culprit = first_nonfinite(values), self.culprit, None
+            name, culprit = first_nonfinite(values), first_of(self.looks)
             found = self._shards.first(culprit and f"first on rank {self._rank}, {culprit}") or self._shards.first(
                 name and f"first on rank {self._rank}, parameter {name!r}"
             )
