@@ -25,6 +25,7 @@ from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
+from thinwire.membership import _tensors
 from thinwire.strategy.gradients.rounds import GradientRounds
 from thinwire.streams import WorkStream, wait_for
 
@@ -202,6 +203,37 @@ def test_a_round_in_flight_works_beside_the_training(gpu):
     waits = [entry for entry in before if entry[1] == "waits for"]
     assert waits[0] == ("training", "waits for", "work")
     assert ("work", "waits for", "training") in waits
+
+
+FLYING = [
+    "Mix()",
+    "PushSum()",
+    "Choco(Ring(), TopK(0.5))",
+    "DeepSqueeze(Ring(), TopK(0.5))",
+    "Moniqua()",
+    "PowerGossip()",
+]
+
+
+@pytest.mark.parametrize("averager", FLYING)
+def test_a_round_in_flight_changes_its_state_in_place(gpu, averager, monkeypatch):
+    """What `init` has made lies in memory of the training's stream, which would else be handed out again while the work still
+    reads it."""
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+
+    def worker(comm):
+        net = model()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        with tw.gossip_parameters(net, optimizer, tw.parse(averager), comm=comm, overlap=True) as handle:
+            (state, _), *_ = handle._averaged()
+            made = [StorageWeakRef(t.untyped_storage()) for t in _tensors(state)]
+            for _ in range(3):
+                net(torch.ones(3, 20)).sum().backward()
+                optimizer.step()
+            return [memory.expired() for memory in made]
+
+    (expired,) = tw.LocalWorld(1).run(worker)
+    assert not any(expired)
 
 
 def test_a_step_is_not_captured_in_a_graph(gpu):

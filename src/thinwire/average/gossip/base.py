@@ -18,9 +18,10 @@ One round at a time. Wait for a round before the next one begins; any number of 
 rounds in flight do not see each other's changes, which makes `x += (P - I) x(delayed)`. That diverges on an ordinary ring
 even at a delay of one, because eigenvalues of P below 0 grow.
 
-Memory. A message cannot be taken back, so a round changes memory as it goes. `commit` only reports whether this worker's
-part of the round was finite. `discard` undoes nothing, and a round that has begun must be waited for even then. A NaN or
-infinite parameter spreads to neighbours, as in any gossip. Memory stays finite, so training can go on from restored
+Memory. A message cannot be taken back, so a round changes memory as it goes. It does so in place: a round in flight works on a
+stream of its own on a GPU, and what `init` has made may not be freed before it is read there. `commit` only reports whether
+this worker's part of the round was finite. `discard` undoes nothing, and a round that has begun must be waited for even then. A
+NaN or infinite parameter spreads to neighbours, as in any gossip. Memory stays finite, so training can go on from restored
 parameters; each algorithm's docstring says how.
 
 Precision. x is float32. If a tensor is float64, `Mix` and `PushSum` send and add all of x in float64 (`is_exact`), 8 bytes

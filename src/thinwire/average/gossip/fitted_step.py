@@ -97,7 +97,7 @@ class FittedStep(State):
         measured = (self.kept > UNKNOWN) & (self.kept < ZEROS)
         mean = torch.where(measured, MEMORY * self.kept + (1.0 - MEMORY) * share, share)
         before = torch.where(finite, torch.where(measured, self.kept, ZEROS), self.kept)
-        self.kept = torch.where(finite & (size > 0), mean, before)
+        self.kept.copy_(torch.where(finite & (size > 0), mean, before))
         self.factor = factor
 
     def with_trailer(self, payload: Tensor, step: int) -> Tensor:
@@ -116,7 +116,7 @@ class FittedStep(State):
         agreed = self.maxima.received(_trailer(message)[1:] for message in messages.values())
         if agreed is not None:
             rates, smallest = difference_rates(self.maxima.topology, self.maxima.size), -agreed[0]
-            self.step_size = torch.where(smallest < ZEROS, step_for(smallest, *rates), 0.0)
+            self.step_size.copy_(torch.where(smallest < ZEROS, step_for(smallest, *rates), 0.0))
 
     def diagnostics(self) -> dict[str, float]:
         """The step size in force, and the share of its vectors that this worker's codec keeps."""

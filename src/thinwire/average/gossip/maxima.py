@@ -47,7 +47,7 @@ class Maxima(State):
             step: of the round.
         """
         if self.age == 0:
-            self.flying = own.clone()
+            self.flying.copy_(own)
             # Where steps repeat, so does the number of rounds: the cache of `rounds_to_reach_all` needs one period.
             periodic = self.topology.steps(self.size) == range(self.topology.period(self.size))
             start = step % self.topology.period(self.size) if periodic else step
@@ -58,6 +58,6 @@ class Maxima(State):
     def received(self, theirs: Iterable[Tensor]) -> Tensor | None:
         """Merge what neighbours sent. Returns the maxima over all workers at the end of a window, else None."""
         for numbers in theirs:
-            self.flying = torch.maximum(self.flying, numbers)
+            torch.maximum(self.flying, numbers, out=self.flying)
         self.age = (self.age + 1) % self.span
         return self.flying if self.age == 0 else None

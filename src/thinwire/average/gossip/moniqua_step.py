@@ -125,7 +125,7 @@ class MoniquaStepControl(State):
         if self.maxima.age == 0:
             noise = torch.where(self.seen[0] > 0, _noise(self.seen), UNKNOWN)
             own = torch.stack([self.failed, noise, torch.where(largest.isfinite(), largest, 0.0)])
-            self.failed = torch.zeros_like(self.failed)
+            self.failed.zero_()
         else:
             own = self.maxima.flying
         numbers = self.maxima.sent(own, step)
@@ -143,12 +143,12 @@ class MoniquaStepControl(State):
             if not edge.is_finite:
                 continue
             if not edge.holds:
-                self.failed = torch.ones_like(self.failed)
+                self.failed.fill_(1.0)
             elif numel:
                 now = (edge.sums[1:].double() / numel).float()
                 # All edges of a round together count as one step of the running mean.
                 keep = MEMORY ** (1.0 / len(edges))
-                self.seen = torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now)
+                self.seen.copy_(torch.where(self.seen < 0, now, keep * self.seen + (1.0 - keep) * now))
 
     def agree(self, messages: Mapping[int, Tensor]) -> None:
         """Merge what neighbours sent; at the end of a window, set the bound and the step size from it."""
