@@ -9,6 +9,7 @@ import signal
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -231,6 +232,27 @@ def test_an_averaging_with_steps_in_between_is_that_of_the_moment_of_the_answer(
     assert torch.allclose(x.double(), before / 2 - 0.25, rtol=0, atol=1e-6)
     assert torch.allclose(y.double(), before / 2, rtol=0, atol=1e-6)
     assert not active.changes.any()
+
+
+def test_no_averaging_waits_for_a_gpu_that_is_behind(monkeypatch):
+    """`publish` copies parameters that a GPU may have yet to compute."""
+    state, copying, computed, cpu = state_of(value(1, shape=N)), threading.Event(), threading.Event(), torch.Tensor.cpu
+
+    def late(t):
+        copying.set()
+        assert computed.wait(60)
+        return cpu(t)
+
+    monkeypatch.setattr(torch.Tensor, "cpu", late)
+    with ThreadPoolExecutor(2) as threads:
+        published = threads.submit(state.publish, [("x", value(2, shape=N))])
+        try:
+            assert copying.wait(60)
+            assert torch.equal(threads.submit(state.ask).result(10), value(1, shape=N))
+        finally:
+            computed.set()
+        published.result(60)
+    assert torch.equal(state.ask(), value(2, shape=N))
 
 
 def test_half_precision_keeps_what_it_cannot_hold():

@@ -88,14 +88,16 @@ class PairwiseState(State):
 
     def publish(self, tensors: NamedTensors) -> None:
         """Add the pending changes to the parameters, and remember the result."""
-        with self.lock, self.clock("publish"):
-            # `flatten` has made a copy, which may be changed.
-            wanted = self.layout.flatten(tensors).cpu().add_(self.changes)
-            for (_, t), part in zip(tensors, self.layout.split(wanted), strict=True):
-                t.detach().copy_(part)
-            self.published = self.layout.flatten(tensors).cpu()
-            # What half precision could not hold stays pending. Infinite values do not.
-            self.changes = wanted.sub_(self.published).nan_to_num_(0.0, 0.0, 0.0)
+        with self.clock("publish"):
+            # Without the lock, as a GPU may have yet to compute it. `flatten` has made a copy, which may be changed.
+            wanted = self.layout.flatten(tensors).cpu()
+            with self.lock:
+                wanted.add_(self.changes)
+                for (_, t), part in zip(tensors, self.layout.split(wanted), strict=True):
+                    t.detach().copy_(part)
+                self.published = self.layout.flatten(tensors).cpu()
+                # What half precision could not hold stays pending. Infinite values do not.
+                self.changes = wanted.sub_(self.published).nan_to_num_(0.0, 0.0, 0.0)
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values and tensors, keyed by tensor name; each worker saves its own."""
