@@ -126,9 +126,18 @@ def hand_over(tensor: torch.Tensor) -> torch.cuda.Event | None:
 def take_over(tensor: torch.Tensor, made: torch.cuda.Event | None) -> None:
     """In the thread that reads a tensor: make the current stream wait for `hand_over`'s event, and keep the memory for it."""
     if made is not None:
-        stream = current_stream(tensor.device)
-        stream.wait_event(made)
-        tensor.record_stream(stream)
+        current_stream(tensor.device).wait_event(made)
+        in_use(tensor)
+
+
+def in_use(tensor: torch.Tensor) -> torch.Tensor:
+    """Keep a tensor's memory until the work that is on the current stream when it is freed has ended; returns the tensor.
+
+    For tensors that other streams have made, and that may be freed while this one still reads them.
+    """
+    if has_streams(tensor.device):
+        tensor.record_stream(current_stream(tensor.device))
+    return tensor
 
 
 def refuse_capture(device: torch.device) -> None:

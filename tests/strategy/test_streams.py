@@ -365,6 +365,17 @@ def test_threads_that_hash_a_tensor_see_the_copy_that_is_contiguous(gpu, monkeyp
     assert log == ["copies", "host waits", "hashes"]
 
 
+def test_a_basis_of_frequencies_is_kept_for_each_stream_that_reads_it(gpu, monkeypatch):
+    """One that is forgotten, because there are many, is memory of the stream that made it."""
+    kept = []
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda t, stream: kept.append((*t.shape, stream.name)))
+    codec, x = tw.chain(tw.codec.DCT(4), tw.TopK(0.5)), torch.randn(4, 6)
+    for name in ("training", "work"):
+        with gpu.use(Stream(gpu.log, name)):
+            codec.decode(codec.encode(x), x.shape)
+    assert set(kept) == {(n, n, name) for n in (4, 2) for name in ("training", "work")}
+
+
 def test_one_thread_alone_loads_the_solvers(gpu, monkeypatch):
     """PyTorch raises a RuntimeError where a second thread asks for a decomposition while the first one loads them."""
     qr, inside, together = torch.linalg.qr, [], threading.Barrier(4)

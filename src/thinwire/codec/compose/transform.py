@@ -29,6 +29,7 @@ from ...algorithm import Algorithm, require
 from ...kernels import Flag
 from ...kernels.flags import in_main_memory
 from ...options import require_integer
+from ...streams import in_use
 from ..traits import Traits
 from ..types import Keys, Tensors, as_list
 from .groups import CodecGroup, split_groups
@@ -154,12 +155,12 @@ class DCT(Transform):
     """
 
     def _tile(self, tiles: Tensor) -> Tensor:
-        left, right = (_basis(n, tiles.device) for n in tiles.shape[2:])
+        left, right = (in_use(_basis(n, tiles.device)) for n in tiles.shape[2:])
         product: Tensor = (left @ tiles.double() @ right.t()).float()
         return product
 
     def _untile(self, tiles: Tensor) -> Tensor:
-        left, right = (_basis(n, tiles.device) for n in tiles.shape[2:])
+        left, right = (in_use(_basis(n, tiles.device)) for n in tiles.shape[2:])
         product: Tensor = (left.t() @ tiles.double() @ right).float()
         return product
 
@@ -253,7 +254,7 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 @lru_cache(maxsize=32)
 def _basis(n: int, device: torch.device) -> Tensor:
-    """The orthonormal DCT-II matrix (n, n) in float64, one frequency a row."""
+    """The orthonormal DCT-II matrix (n, n) in float64, one frequency a row. All streams of a GPU share it."""
     k = torch.arange(n, dtype=torch.float64, device="cpu")[:, None]
     i = torch.arange(n, dtype=torch.float64, device="cpu")[None]
     basis = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
