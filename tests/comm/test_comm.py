@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from helpers.program import wait_until
 from helpers.spawn import WORLDS
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator, process_group
 from thinwire.comm.background import Background
@@ -426,6 +427,24 @@ def test_small_objects_travel_in_one_step(run, size):
         for rank, (texts, messages) in enumerate(run(size, objects_of, lengths)):
             assert texts == ["x" * (length - 2) for length in of_rank]
             assert messages == (size - 1) * (1 + (of_rank[rank] > 256))
+
+
+def test_whether_all_passed_true_is_read_once():
+    """Over NCCL the host waits for a GPU in each read."""
+
+    class Reads(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += func is torch.ops.aten._local_scalar_dense.default
+            return func(*args, **(kwargs or {}))
+
+    def worker(comm):
+        with Reads() as reads:
+            flags = comm.all_true(True), comm.all_true(comm.rank != 1)
+        return *flags, reads.number
+
+    assert LocalWorld(3).run(worker) == [(True, False, 2)] * 3
 
 
 def test_since_a_snapshot():

@@ -226,6 +226,9 @@ STEPS = {  # waits of a step of a worker, by file: what docs/gpu.md lists. A rou
     "Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2)": COMMIT | LOCAL,
     "Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2, delay=1)": COMMIT | LOCAL,
     "Local(Mean(TopK(0.1), ErrorFeedback()), every=2, outer=OuterSGD(0.7, 0.9))": COMMIT | LOCAL,
+    "Local(Mean(QSGD(bits=4)), every=2, weights=InverseNorm())": COMMIT
+    | LOCAL
+    | {"strategy/local/inverse_norm.py": 1},  # two a round
 }
 
 

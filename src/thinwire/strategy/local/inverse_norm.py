@@ -13,6 +13,7 @@ from ...algorithm import Algorithm
 from ...comm import Communicator
 from ...membership import State, shared
 from ...options import require_number
+from ...streams import uploaded
 
 _MIN_ROUNDS = 5  # the deviation of fewer norms says little
 
@@ -86,9 +87,8 @@ class InverseNorm(Algorithm):
         norm = float(torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64) for g in changes]).norm())
         is_outlier = self._is_outlier(norm, statistics)
         own = 0.0 if is_outlier else 1.0 / norm
-        device = changes[0].device
-        shares = comm.all_gather(torch.tensor([own], dtype=torch.float64, device=device)).wait()
-        total = sum(float(share) for share in shares)
+        shares = comm.all_gather(uploaded(changes[0].device, [own], torch.float64)).wait()
+        total = sum(torch.cat(shares).tolist())  # in one read of a GPU
         factor = comm.size * own / total if total else 0.0
         for g in changes:
             if is_outlier:
