@@ -161,6 +161,15 @@ def test_what_is_kept_is_bounded(launched, monkeypatch):
             assert sum(max(64, len(row)) for key in launches._KEPT for row in key[3:]) <= 640
 
 
+def test_cuda_without_an_index_has_tables_of_the_current_gpu(launched, monkeypatch):
+    """Each GPU's default stream has the same handle."""
+    gpu = SimpleNamespace(device_index=0, cuda_stream=0)
+    monkeypatch.setattr(launches, "current_stream", lambda device: gpu)
+    monkeypatch.setattr(launches, "uploaded", lambda device, rows: torch.tensor([gpu.device_index]))
+    for gpu.device_index in (0, 1, 0):
+        assert launches.table(torch.device("cuda"), (7,)).item() == gpu.device_index
+
+
 @pytest.mark.parametrize(
     ("num_tiles", "numels", "addresses", "expected"),
     [

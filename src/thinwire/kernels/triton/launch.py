@@ -74,8 +74,9 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(make)
     def get(device: torch.device, *arguments: Any) -> T:
-        stream = current_stream(device).cuda_stream if device.type == "cuda" else 0
-        key = (make, device, stream, *arguments)
+        stream = current_stream(device) if device.type == "cuda" else None
+        # Not the device: "cuda" alone is one GPU now, and another one later.
+        key = (make, *((device, 0) if stream is None else (stream.device_index, stream.cuda_stream)), *arguments)
         # Without the lock: two threads may make the same table, and either one serves.
         result: T | None = _KEPT.get(key)
         if result is None:
