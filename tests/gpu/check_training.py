@@ -335,12 +335,12 @@ def test_hashes_are_those_of_a_copy_that_is_late():
         assert digests([x]) == expected
 
 
-def gradients_of_two_streams(comm, sleeps: bool) -> list[torch.Tensor]:
+def gradients_of_two_streams(comm, averager, bucket_bytes: int, sleeps: bool) -> list[torch.Tensor]:
     """The second parameter's gradient is made on another stream, which is late if it `sleeps`."""
     net = nn.ParameterList([torch.full((64, 64), 0.5 + i) for i in range(2)]).to(GPU)
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(0)).to(GPU)
     side = torch.cuda.Stream(GPU)
-    with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=8)), comm=comm):
+    with tw.compress_gradients(net, averager, comm=comm, bucket_bytes=bucket_bytes):
         for _ in range(3):
             net.zero_grad()
             loss = (net[0] * x).sum()
@@ -356,6 +356,9 @@ def gradients_of_two_streams(comm, sleeps: bool) -> list[torch.Tensor]:
 
 
 @needs_streams
-def test_a_bucket_of_gradients_of_two_streams():
-    calm = LocalWorld(1).run(gradients_of_two_streams, False)[0]
-    assert_same(LocalWorld(1).run(gradients_of_two_streams, True)[0], calm)
+@pytest.mark.parametrize("granularity, bucket_bytes", [("layer", 100_000), ("model", 1000)])
+def test_gradients_of_two_streams(granularity, bucket_bytes):
+    """In one bucket, and in two that are sent together."""
+    averager = tw.Mean(tw.QSGD(bits=8), granularity=granularity)
+    calm = LocalWorld(1).run(gradients_of_two_streams, averager, bucket_bytes, False)[0]
+    assert_same(LocalWorld(1).run(gradients_of_two_streams, averager, bucket_bytes, True)[0], calm)
