@@ -245,7 +245,7 @@ def test_nobody_waits_for_a_source_that_has_died(monkeypatch):
     monkeypatch.setattr(relay, "dial", dial)
     dead = Worker(0, change=dies)
     with pytest.raises(CommunicationError, match="'x' is not whole"):
-        Healed(dead, Worker(1, change=leaves), seconds=3.0).heal()
+        Healed(dead, Worker(1, change=leaves), seconds=60.0).heal()
     assert 0 < len(refused) <= STREAMS  # once for each connection
 
 
