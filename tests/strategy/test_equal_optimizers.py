@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 
 import torch
@@ -31,9 +32,10 @@ def stepped_on(*ranks):
 def attached(make, strategy=STRATEGIES[0], gives=True):
     """What two workers are told as they attach, None if nothing, and how many bytes each has sent."""
 
+    first = nn.Linear(2, 2)  # not in the threads, which share one generator
+
     def worker(comm):
-        torch.manual_seed(0)
-        model = nn.Linear(2, 2)
+        model = copy.deepcopy(first)
         optimizer = make(model, comm.rank)
         try:
             handle = tw.attach(model, optimizer if gives else None, strategy, comm=comm)
