@@ -122,11 +122,15 @@ class Topology(Algorithm, ABC):
                    [0.5, 0.5, 0. ],
                    [0. , 0.5, 0.5]])
         """
-        matrix = np.zeros((size, size))
-        for rank in range(size):
+        return self._rows(step, size, size)
+
+    def _rows(self, step: int, size: int, num_rows: int) -> np.ndarray:
+        """The first rows of the mixing matrix."""
+        rows = np.zeros((num_rows, size))
+        for rank in range(num_rows):
             row = self.row(rank, step, size)
-            matrix[rank, list(row)] = list(row.values())
-        return matrix
+            rows[rank, list(row)] = list(row.values())
+        return rows
 
     def period(self, size: int) -> int:
         """The number of steps after which the graph repeats; 1 for a static graph."""
@@ -166,15 +170,11 @@ class Topology(Algorithm, ABC):
             product[0] -= product[0].mean(0)  # the mean of all workers, which has the eigenvalue 1
             # Scaled in each step: over a long period, small eigenvalues would be lost in the rounding of larger ones.
             norms = np.linalg.norm(product, axis=(1, 2))
-            norms[norms <= ZERO_MODULUS] = 0.0
-            product = np.divide(product, norms[:, None, None], out=0 * product, where=norms[:, None, None] > 0)
-            with np.errstate(divide="ignore"):
-                logs += np.log(norms)
+            product = product / np.where(norms > ZERO_MODULUS, norms, np.inf)[:, None, None]
+            logs += _log(norms)
         is_symmetric = len(steps) == 1 and self.is_symmetric(size)
         moduli = np.abs(np.linalg.eigvalsh(product) if is_symmetric else np.linalg.eigvals(product)).max(1)
-        with np.errstate(divide="ignore"):
-            logs += np.log(np.where(moduli > ZERO_MODULUS, moduli, 0.0))
-        return float(1.0 - np.exp(logs.max() / len(steps)))
+        return float(1.0 - np.exp((logs + _log(moduli)).max() / len(steps)))
 
     def _blocks(self, step: int, size: int, shift: int) -> np.ndarray:
         """The matrix of a step in which every `shift`-th worker does the same, as blocks along the diagonal.
@@ -184,11 +184,8 @@ class Topology(Algorithm, ABC):
         Returns:
             (size / shift, shift, shift), complex128.
         """
-        rows = np.zeros((shift, size))
-        for rank in range(shift):
-            row = self.row(rank, step, size)
-            rows[rank, list(row)] = list(row.values())
-        blocks: np.ndarray = np.fft.fft(rows.reshape(shift, size // shift, shift).transpose(1, 0, 2), axis=0)
+        rows = self._rows(step, size, shift).reshape(shift, size // shift, shift)
+        blocks: np.ndarray = np.fft.fft(rows.transpose(1, 0, 2), axis=0)
         return blocks
 
     def is_directed(self, size: int) -> bool:
@@ -238,3 +235,9 @@ class Topology(Algorithm, ABC):
 
 def _is_one(self_weight: float, weights: dict[int, float]) -> bool:
     return abs(fsum(weights.values()) + self_weight - 1.0) <= SUM_TOLERANCE
+
+
+def _log(moduli: np.ndarray) -> np.ndarray:
+    """Logarithms; what may be rounding alone counts as 0."""
+    logs: np.ndarray = np.log(moduli, where=moduli > ZERO_MODULUS, out=np.full_like(moduli, -np.inf))
+    return logs
