@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -43,6 +43,12 @@ def differing(comm: Communicator, tensors: Iterable[Tensor]) -> list[Tensor]:
     found = comm.gather_if_different({"bits": digests(tensors)})
     of_all = zip(*(one["bits"] for one in found), strict=True)
     return [t for t, bits in zip(tensors, of_all, strict=True) if len(set(bits)) > 1]
+
+
+def differing_by_name(comm: Communicator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As `differing`, of tensors that have names."""
+    found = {id(t) for t in differing(comm, tensors.values())}
+    return {name: t for name, t in tensors.items() if id(t) in found}
 
 
 def digests(tensors: Iterable[Tensor]) -> list[str]:

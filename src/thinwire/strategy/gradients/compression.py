@@ -27,7 +27,7 @@ from ...average.base import Averager, NamedTensors
 from ...average.mean.mean import Mean
 from ...codec import Codec
 from ...comm import Communicator
-from ...comm.compare import differing
+from ...comm.compare import differing_by_name
 from ...membership import check_state
 from ...memory import MomentumCorrection
 from ..base import AveragerAttachment
@@ -247,9 +247,7 @@ class GradientCompression(AveragerAttachment):
         return self._rounds.launch([(name, values_of(g)) for name, g in tensors], buffer, first, last)
 
     def _compare_models(self) -> None:
-        tensors = self._tensors()
-        found = {id(t) for t in differing(self.comm, [t for _, t in tensors])}
-        if names := [name for name, t in tensors if id(t) in found]:
+        if names := [*differing_by_name(self.comm, dict(self._tensors()))]:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             self._advisor.say_once(
                 f"{self.call}: the workers' models are not equal, although all get the same gradients: {names[0]!r}{more}; "

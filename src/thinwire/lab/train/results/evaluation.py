@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....algorithm import require
 from ....comm import Communicator
-from ....comm.compare import differing
+from ....comm.compare import differing_by_name
 from ....strategy import AveragerAttachment
 from ..config import RunConfig
 from ..data import Dataset, load
@@ -52,9 +52,7 @@ def models_apart(model: nn.Module, comm: Communicator) -> str | None:
 
     All workers call it. It costs a hash of the model and 32 bytes a message where nothing differs.
     """
-    parameters = dict(model.named_parameters())
-    found = {id(t) for t in differing(comm, parameters.values())}
-    apart = {name: p for name, p in parameters.items() if id(p) in found}
+    apart = differing_by_name(comm, dict(model.named_parameters()))
     if not apart:
         return None
     own = torch.cat([p.detach().double().view(-1) for p in apart.values()])
