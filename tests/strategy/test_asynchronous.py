@@ -248,7 +248,7 @@ def test_no_averaging_waits_for_a_gpu_that_is_behind(monkeypatch):
         published = threads.submit(state.publish, [("x", value(2, shape=N))])
         try:
             assert copying.wait(60)
-            assert torch.equal(threads.submit(state.ask).result(10), value(1, shape=N))
+            assert torch.equal(threads.submit(state.ask).result(50), value(1, shape=N))
         finally:
             computed.set()
         published.result(60)

@@ -15,6 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -258,9 +259,26 @@ else:
 
 @needs_lab
 @pytest.mark.parametrize("line", ["5mbit", "5mbit,round_trip=4ms"], ids=["kernel", "forwarder"])
-def test_a_line_is_cut_and_mended(tmp_path, line, monkeypatch):
+def test_a_line_is_cut_and_mended(tmp_path, line):
+    def wrong():
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        short = set()
+        for host, got in enumerate(_pinged_over_a_cut(folder, line)):
+            assert {sender for sender, *_ in got} == {1 - host}
+            times = [at for _, _, at, _ in got]
+            longest = max(b - a for a, b in zip(times, times[1:], strict=False))
+            assert times[-1] - times[0] > longest + 0.2  # packets came before and after
+            if longest <= 0.8:  # a busy host may read the last packets before the cut as late as in its midst
+                short.add(host)
+        return short
+
+    assert not always(wrong, tries=3)
+
+
+def _pinged_over_a_cut(folder: Path, line: str) -> list[list]:
+    """As `_pinged`, on two hosts that hear each other before a cut of one second and after it."""
     mended = threading.Event()
-    with Lab(2, line) as lab, ThreadPoolExecutor(1) as pool:
+    with Lab(2, line) as lab, ThreadPoolExecutor(1) as pool, pytest.MonkeyPatch.context() as monkeypatch:
         mend = lab.mend
 
         def mend_and_tell(host):
@@ -268,24 +286,18 @@ def test_a_line_is_cut_and_mended(tmp_path, line, monkeypatch):
             mended.set()
 
         monkeypatch.setattr(lab, "mend", mend_and_tell)
-        pinged = pool.submit(_pinged, lab, tmp_path, seconds=1000.0)
-        _wait_until(lambda: all((tmp_path / f"{host} hears").exists() for host in range(2)))
+        pinged = pool.submit(_pinged, lab, folder, seconds=1000.0)
+        heard = [folder / f"{host} hears" for host in range(2)]
+        _wait_until(lambda: all(path.exists() for path in heard))
         with netlab.cuts(lab, ["1:0.5:1.5"]):
             assert mended.wait(300)
-        heard = [tmp_path / f"{host} hears" for host in range(2)]
         for path in heard:
             path.unlink()
-        _wait_until(
-            lambda: all(path.exists() for path in heard)
-        )  # hosts may have to look for each other's address again
+        # Hosts may have to look for each other's address again.
+        _wait_until(lambda: all(path.exists() for path in heard))
         time.sleep(1)
-        (tmp_path / "stop").touch()
-        received = pinged.result()
-    for host, got in enumerate(received):
-        assert {sender for sender, *_ in got} == {1 - host}
-        times = [at for _, _, at, _ in got]
-        # A busy host may read the last packets before the cut as late as in its midst.
-        assert max(b - a for a, b in zip(times, times[1:], strict=False)) > 0.7
+        (folder / "stop").touch()
+        return pinged.result()
 
 
 @needs_lab
@@ -399,9 +411,11 @@ def test_others_take_over_from_the_connection_that_endures_lost_packets_if_it_is
 @needs_lab
 @pytest.mark.parametrize("failing_rank", [0, 1])
 def test_the_first_failure_stops_the_others_and_is_returned(failing_rank):
+    start = time.monotonic()
     done = _run(f"import os, sys, time; os.environ['RANK'] == '{failing_rank}' and sys.exit(7); time.sleep(600)")
     assert done.returncode == 7
     assert done.stderr == ""
+    assert time.monotonic() - start < 240
 
 
 @needs_lab
