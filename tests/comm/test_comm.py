@@ -489,6 +489,34 @@ def test_one_error_releases_all_threads_and_keeps_its_class(error, text):
     assert str(raised.value) == text
 
 
+def test_what_ended_a_connection_counts_before_the_errors_it_led_to():
+    threads = {}
+
+    def worker(comm):
+        threads[comm.rank] = threading.current_thread()
+        comm.barrier()
+        if comm.rank == 0:  # as if rank 1 had told it
+            raise CommunicationError("rank 1 raised ValueError('no such layer')")
+        threads[0].join()
+        raise ValueError("no such layer")
+
+    with pytest.raises(ValueError, match="^rank 1: no such layer$"):
+        LocalWorld(2).run(worker)
+
+
+def test_an_error_that_a_lost_connection_led_to_is_no_cause_of_it():
+    def worker(comm):
+        if comm.rank == 0:
+            raise CommunicationError("nobody listens")
+        try:
+            comm.all_reduce(torch.ones(1)).wait()
+        except CommunicationError:
+            raise RuntimeError("no sum") from None
+
+    with pytest.raises(CommunicationError, match="^rank 0: nobody listens$"):
+        LocalWorld(2).run(worker)
+
+
 def test_a_worker_that_leaves_early_is_named():
     def leave(comm):
         if comm.rank == 0:

@@ -63,7 +63,7 @@ class LocalWorld:
 
         Raises:
             Exception: the first error that a worker raised, its rank put before its message; the others are released
-                at once.
+                at once. What ended a connection counts before an error that this led to on another worker.
         """
         mail, results = Mail(self.timeout_seconds), [None] * self.size
 
@@ -107,6 +107,10 @@ def name_rank(error: BaseException, rank: int) -> BaseException:
     else:
         error.args = (f"rank {rank}: {error_text(error)}",)
     return error
+
+
+def _of_connection(error: BaseException) -> bool:
+    return isinstance(error, CommunicationError) or isinstance(error.__context__, CommunicationError)
 
 
 class Mail:
@@ -170,9 +174,9 @@ class Mail:
             return None
 
     def fail(self, rank: int | None, error: BaseException) -> None:
-        """Releases all workers; only the first error counts."""
+        """Releases all workers; the first error counts, but for one of a connection, if what ended it follows."""
         with self._changed:
-            if self.error is None:
+            if self.error is None or _of_connection(self.error) and not _of_connection(error):
                 self.error, self.failed_rank = error, rank
             self._changed.notify_all()
 
