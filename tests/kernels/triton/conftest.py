@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable
 from typing import Any
@@ -10,6 +11,37 @@ import numpy as np
 import pytest
 
 collect_ignore_glob = ["check_*.py"]
+
+
+@pytest.fixture(autouse=True)
+def without_work_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the interpreter's time: it computes whether integers overflow, for assertions that it leaves out unless it
+    debugs, and at each call of a device function it patches the language, which the kernel's launch has patched.
+    """
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from triton.runtime import interpreter
+
+    options = interpreter.interpreter_builder.options
+    assert not options.debug
+    monkeypatch.setattr(
+        interpreter.interpreter_builder, "options", dataclasses.replace(options, sanitize_overflow=False)
+    )
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set[int]()
+
+    def patch_once(function: Any) -> object:
+        if id(function.__globals__) in patched:
+            return None
+        patched.add(id(function.__globals__))
+        return patch(function)
+
+    def launch_once(self: Any, *arguments: Any, **named: Any) -> None:
+        patched.clear()
+        launch(self, *arguments, **named)
+
+    monkeypatch.setattr(interpreter, "_patch_lang", patch_once)
+    monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_once)
 
 
 @pytest.fixture(autouse=True)
