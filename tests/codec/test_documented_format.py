@@ -1,0 +1,120 @@
+"""A decoder that was written from `docs/wire.md` alone decodes what the library decodes: the page is complete and right.
+
+A failure here is a mistake of the page, or a change of the wire format that the page does not tell.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers import documented_format
+from helpers.codecs import CODECS
+from torch import Tensor
+
+import thinwire as tw
+
+GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "codecs.json").read_text())
+AGREED = json.loads((Path(__file__).parents[1] / "golden" / "agreed.json").read_text())
+KEY = tw.codec.Key(seed=1, stream=2, step=3)
+WEIGHTS = (1.0, 0.37)
+MORE = [
+    tw.TopK(0.07),  # 0.07 * 100 is above 7 in binary
+    tw.codec.BlockwiseTopK(0.07, block=100),
+    tw.codec.BlockwiseTopK(0.5, block=3),
+    tw.ALQ(bits=5, bucket_size=512, norm="max"),
+    tw.AMQ(bits=4),
+    tw.chain(tw.QSGD(bits=1, zero=False), tw.codec.Huffman()),
+    tw.chain(tw.TopK(0.3), tw.codec.DenseLast(tw.QSGD(bits=4, bucket_size=64))),
+    tw.chain(tw.TopK(0.3), tw.codec.BinMeans(bits=3)),
+    tw.codec.CoarseGrainedTopK(0.07, chunk=1),
+    tw.chain(tw.codec.Tiles(8, divisors=True), tw.codec.SignNorm()),
+    tw.chain(tw.codec.Tiles(8), tw.RandomK(0.2, shared=True)),
+]
+SHAPES: list[list[tuple[int, ...]]] = [
+    [(0,)],
+    [(), (1,), (2,)],
+    [(0,), (100,), (4, 5, 6), (0, 3), (700,)],
+    [(64, 64), (20, 30)],
+]
+every_case = pytest.mark.parametrize("codec", [*CODECS, *MORE], ids=repr)
+
+
+def check(codec: tw.codec.Codec, payload: bytes, shapes: list[tuple[int, ...]], keys: list[tw.codec.Key]) -> None:
+    """Both decoders add the same float32 numbers, or NaN, to zeros. (Zero has two signs; its sum with zero has one.)"""
+    data = torch.tensor(np.frombuffer(payload, np.uint8))
+    for weight in WEIGHTS:
+        outs = [torch.zeros(shape) for shape in shapes]
+        codec.decode_add(data, outs, weight, keys)
+        mixed = [documented_format.mix_key(*key) for key in keys]
+        for found, out in zip(documented_format.decode(codec, payload, shapes, weight, mixed), outs, strict=True):
+            assert found.dtype == np.float32
+            expected = out.numpy().ravel()
+            largest = np.abs(expected[np.isfinite(expected)]).max(initial=0)
+            np.testing.assert_allclose(found, expected, **tolerance(codec, float(largest)))
+
+
+def tolerance(codec: tw.codec.Codec, largest: float) -> dict[str, float]:
+    """None, but for products of matrices, whose sums the page leaves in any order: float64 in DCT, float32 in factors."""
+    if isinstance(codec, (tw.codec.SVD, tw.codec.LowRank)):
+        return {"rtol": 1e-6, "atol": 1e-6 * largest}
+    if "DCT" in repr(codec):
+        return {"rtol": 2**-23, "atol": 1e-14 * largest}
+    return {"rtol": 0, "atol": 0}
+
+
+def inputs(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
+    """Normal numbers, also with what is not finite, of clustered large elements, and below the normal range."""
+    g = torch.Generator().manual_seed(0)
+    normal = [torch.randn(shape, generator=g) for shape in shapes]
+    clustered = [x.clone() for x in normal]
+    broken = [x.clone() for x in normal]
+    for i, (x, y) in enumerate(zip(clustered, broken, strict=True)):
+        x.view(-1)[: x.numel() // 3] *= 1e4
+        y.view(-1)[y.numel() // 2 :][:1] = (float("nan"), float("inf"), -float("inf"))[i % 3]
+    return [normal, clustered, broken, [x * 1e-42 for x in normal], [x * 0 for x in normal]]
+
+
+@pytest.mark.parametrize("text", GOLDEN)
+def test_golden_payloads_are_decoded_as_documented(text):
+    check(tw.parse(text), bytes.fromhex(GOLDEN[text]), [(300,), (21,)], [KEY, KEY._replace(stream=4)])
+
+
+@every_case
+def test_payloads_are_decoded_as_documented(codec):
+    for shapes in SHAPES:
+        keys = [KEY._replace(stream=i) for i in range(len(shapes))]
+        for xs in inputs(shapes):
+            check(codec, codec.encode(xs, keys).numpy().tobytes(), shapes, keys)
+
+
+@pytest.mark.parametrize("text", AGREED)
+def test_what_is_added_on_the_wire_is_decoded_as_documented(text):
+    """All workers send the golden payload, so that its int32 words, or floats, are added `size` times."""
+    notation, size = text.removesuffix(" workers").rsplit(" of ", 1)
+    codec, size, payload = tw.parse(notation), int(size), bytes.fromhex(AGREED[text])
+    x, y = torch.linspace(-3, 2, 300), torch.linspace(1, 2, 21)
+    proposal = codec.propose([x, y])
+    agreed = codec.agreed(proposal, size)
+    ternary = isinstance(codec, tw.TernGrad)
+    total = np.frombuffer(payload, "<i4" if ternary and size > 1 else "u1" if ternary else "<f4")
+    total = (total * (1 if size == 1 else size)).astype(total.dtype)
+    for weight in WEIGHTS:
+        outs = [torch.zeros(300), torch.zeros(21)]
+        agreed.decode_add(torch.tensor(total).view(torch.uint8), outs, weight)
+        found = documented_format.added_on_the_wire(codec, total, proposal.numpy(), [300, 21], size, weight)
+        for a, out in zip(found, outs, strict=True):
+            np.testing.assert_array_equal(a, out.numpy())
+
+
+def test_the_numbers_and_examples_of_the_page():
+    mixed, u = documented_format.mix_key(0, 0, 0), documented_format.hashed(1, np.arange(2)) >> 8
+    assert mixed == 0x238275BC38FCBE91
+    assert u.tolist() == [6850960, 10440790]
+    assert documented_format.random_subset(mixed, 3, 1000).tolist() == [212, 447, 651]
+    reader = documented_format.Reader
+    assert documented_format.plain_indices(reader(b"\x69\x18"), 2, 100).tolist() == [3, 70]
+    assert documented_format.rice_indices(reader(b"\x39\x04"), 2, 100).tolist() == [3, 70]
