@@ -118,3 +118,62 @@ def test_the_numbers_and_examples_of_the_page():
     reader = documented_format.Reader
     assert documented_format.plain_indices(reader(b"\x69\x18"), 2, 100).tolist() == [3, 70]
     assert documented_format.rice_indices(reader(b"\x39\x04"), 2, 100).tolist() == [3, 70]
+
+
+SUMMED = [
+    tw.TopK(0.1),
+    tw.TopK(0.1, indices="auto"),
+    tw.chain(tw.TopK(0.1), tw.codec.Rice()),
+    tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)),
+]
+
+
+@pytest.mark.parametrize("codec", SUMMED, ids=repr)
+def test_messages_of_a_sparse_all_reduce_are_as_documented(codec, monkeypatch):
+    """Steps 2 and 3 give what workers end with; without a second link, the kept values are the sums of those sent."""
+    size, shapes = 3, {"a": (20, 15), "b": (1, 2), "c": (7, 9), "scale": (5,)}
+    names, sent = list(shapes)[:3], [[] for _ in range(size)]
+    numels = [300, 2, 63]
+    all_to_all, all_gather = tw.comm.Communicator.all_to_all, tw.comm.Communicator.all_gather
+
+    def record_each(self, tensors, *args):
+        sent[self.rank].append([t.numpy().copy() for t in tensors])
+        return all_to_all(self, tensors, *args)
+
+    def record_one(self, tensor, *args):
+        sent[self.rank].append([tensor.numpy().copy()])
+        return all_gather(self, tensor, *args)
+
+    def worker(comm):
+        g = torch.Generator().manual_seed(comm.rank)
+        tensors = [(name, torch.randn(shape, generator=g)) for name, shape in shapes.items()]
+        averager = tw.Mean(codec, tw.ErrorFeedback(), exchange="sparse_reduce")
+        averager.step(averager.init(tensors, comm, seed=5), tensors, comm).wait()
+        return dict(tensors)
+
+    monkeypatch.setattr(tw.comm.Communicator, "all_to_all", record_each)
+    monkeypatch.setattr(tw.comm.Communicator, "all_gather", record_one)
+    results = tw.LocalWorld(size).run(worker)
+    regions = documented_format.regions_of(numels, [30, 1, 7], size)
+    sums, ends = [np.zeros(n, np.float32) for n in numels], [np.zeros(n, np.float32) for n in numels]
+    means = []
+    for owner, region in enumerate(regions):
+        dense = len(np.array_split(np.zeros(5), size)[owner])
+        for calls in sent:
+            header, message = calls[0][owner].tolist(), calls[1][owner].tobytes()
+            assert len(message) == header[0] + 4 * dense
+            _, pieces = documented_format.region_message(codec, message, numels, region, header[1:], dense)
+            for s, coordinates, values in pieces:
+                sums[s][coordinates] += values
+        kept = [k for _, _, _, k in region]
+        message = sent[owner][-1][0].tobytes()
+        vector, pieces = documented_format.region_message(codec, message, numels, region, kept, dense)
+        means.append(vector)
+        for s, coordinates, values in pieces:
+            ends[s][coordinates] = values
+    for result in results:
+        np.testing.assert_array_equal(np.concatenate(means), result["scale"].numpy())
+        for name, end, total in zip(names, ends, sums, strict=True):
+            np.testing.assert_array_equal(end * np.float32(1 / size), result[name].numpy().ravel())
+            if "QSGD" not in repr(codec):
+                np.testing.assert_array_equal(end[end != 0], total[end != 0])

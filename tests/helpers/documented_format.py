@@ -236,7 +236,7 @@ def sparse(
     """Sparse payloads: values, indices, their bytes, counts."""
     rice = type(codec).__name__ == "GapCoded"
     codec = codec.sparsifier if rice else codec
-    name, auto = type(codec).__name__, getattr(codec, "indices", "") == "auto"
+    name = type(codec).__name__
     units, length = sizes, [1] * len(sizes)
     if name == "CoarseGrainedTopK":
         units, length = [-(-n // codec.chunk) for n in sizes], [min(codec.chunk, n) for n in sizes]
@@ -251,17 +251,13 @@ def sparse(
         kept = [kept_of(codec.ratio, n) for n in units]
     flat = [(k * one,) for k, one in zip(kept, length, strict=True)]
     found = part(values, data, flat, np.float32(1)) if values else [data.floats(k) for (k,) in flat]
-    start = data.at
     if name == "RandomK":
         keys = keys if codec.shared else data.take("<u8", len(sizes)).tolist()
         indices = [random_subset(*of) for of in zip(keys, kept, units, strict=True)]
     elif name == "BlockwiseTopK":
         indices = [block_indices(data, k, n, each, block) for k, n in zip(kept, units, strict=True)]
     else:
-        read = rice_indices if rice else auto_indices if auto else plain_indices
-        indices = [read(data, k, n) for k, n in zip(kept, units, strict=True)]
-    if auto or rice:
-        assert data.at - start == data.take("<u4", 1)[0], "the bytes of the indices are not those that are told"
+        indices = read_indices(codec, rice, data, kept, units)
     data.take("<u4", len(sizes) * counted)
     added = []
     for n, m, one, index, value in zip(sizes, units, length, indices, found, strict=True):
@@ -269,6 +265,16 @@ def sparse(
         rows[index] = value.reshape(len(index), one) * weight
         added.append(rows.reshape(-1)[:n])
     return added
+
+
+def read_indices(codec: Any, rice: bool, data: Reader, kept: list[int], sizes: list[int]) -> list[Array]:
+    """Sparse payloads: the indices of all segments, and their bytes where these are told."""
+    auto, start = getattr(codec, "indices", "") == "auto", data.at
+    read = rice_indices if rice else auto_indices if auto else plain_indices
+    indices = [read(data, k, n) for k, n in zip(kept, sizes, strict=True)]
+    if auto or rice:
+        assert data.at - start == data.take("<u4", 1)[0], "the bytes of the indices are not those that are told"
+    return indices
 
 
 def kept_of(ratio: float, n: int) -> int:
@@ -444,3 +450,46 @@ def added_on_the_wire(
         added.append(np.float32(value) * (scale[np.arange(n) // bucket] * np.float32(weight)))
         start, first = start + len(scale), first + len(words)
     return added
+
+
+def regions_of(numels: list[int], kept: list[int], workers: int) -> list[list[tuple[int, int, int, int]]]:
+    """Messages of a sparse all-reduce: of each owner the pieces (tensor, first position, positions, kept)."""
+    regions, total = [], sum(kept)
+    for owner in range(workers):
+        pieces, before = [], 0
+        for s, (n, k) in enumerate(zip(numels, kept, strict=True)):
+            first, last = (min(max(r * total // workers - before, 0), k) for r in (owner, owner + 1))
+            if first < last:
+                pieces.append((s, first * n // k, last * n // k - first * n // k, last - first))
+            before += k
+        regions.append(pieces)
+    return regions
+
+
+def region_message(
+    codec: Any,
+    payload: bytes,
+    numels: list[int],
+    region: list[tuple[int, int, int, int]],
+    counts: list[int],
+    dense: int,
+) -> tuple[Array, list[tuple[int, Array, Array]]]:
+    """Messages of a sparse all-reduce, steps 2 and 3: the dense part, and of each piece tensor, coordinates, values."""
+    data, values, rice = Reader(payload), None, False
+    if type(codec).__name__ == "Chain":
+        codec, values = codec.sparsifier, codec.values
+    if type(codec).__name__ == "GapCoded":
+        codec, rice = codec.sparsifier, True
+    vector = data.floats(dense)
+    shapes = [(k,) for k in counts]
+    found = part(values, data, shapes, np.float32(1)) if values else [data.floats(k) for k in counts]
+    indices = read_indices(codec, rice, data, counts, [numel for _, _, numel, _ in region])
+    assert data.at == len(payload)
+    pieces = []
+    for (s, start, _, _), index, value in zip(region, indices, found, strict=True):
+        n = numels[s]
+        a = round(n * 0.6180339887498949)
+        while math.gcd(a, n) != 1:
+            a += 1
+        pieces.append((s, (index + start) * pow(a, -1, n) % n, value))
+    return vector, pieces
