@@ -16,6 +16,7 @@ from helpers.codecs import CODECS
 from torch import Tensor
 
 import thinwire as tw
+from thinwire.codec.compose.per_layer import PerLayer
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "codecs.json").read_text())
 AGREED = json.loads((Path(__file__).parents[1] / "golden" / "agreed.json").read_text())
@@ -89,6 +90,14 @@ def test_payloads_are_decoded_as_documented(codec):
         keys = [KEY._replace(stream=i) for i in range(len(shapes))]
         for xs in inputs(shapes):
             check(codec, codec.encode(xs, keys).numpy().tobytes(), shapes, keys)
+
+
+def test_layers_with_codecs_of_their_own_are_decoded_as_documented():
+    fine, coarse, other = tw.QSGD(bits=4), tw.QSGD(bits=2), tw.QSGD(bits=4, bucket_size=30)
+    codec = PerLayer((tw.TopK(0.1), fine, coarse, tw.Cast(), other, tw.TopK(0.1), fine, tw.TopK(0.2)))
+    shapes = [(10, 20), (33,), (40, 10), (600,), (5, 4), (100,), (20, 30), (70,)]
+    keys = [KEY._replace(stream=i) for i in range(len(shapes))]
+    check(codec, codec.encode(inputs(shapes)[0], keys).numpy().tobytes(), shapes, keys)
 
 
 @pytest.mark.parametrize("text", AGREED)
@@ -177,3 +186,41 @@ def test_messages_of_a_sparse_all_reduce_are_as_documented(codec, monkeypatch):
             np.testing.assert_array_equal(end * np.float32(1 / size), result[name].numpy().ravel())
             if "QSGD" not in repr(codec):
                 np.testing.assert_array_equal(end[end != 0], total[end != 0])
+
+
+def test_the_message_inside_a_node_is_as_documented(monkeypatch):
+    """Leaders 0 and 2 of two nodes tell their members all that these end with, and what their node delivered."""
+    shapes, numels, dense = {"a": (20, 15), "b": (7, 9), "scale": (5,)}, [300, 63], 5
+    told, exchange = {}, tw.comm.Communicator.exchange
+
+    def recorded(self, sends, *args):
+        told.update({to: t.numpy().copy() for to, t in sends.items() if to in (1, 3)})
+        return exchange(self, sends, *args)
+
+    def worker(comm):
+        g = torch.Generator().manual_seed(comm.rank)
+        tensors = [(name, torch.randn(shape, generator=g)) for name, shape in shapes.items()]
+        before = {name: x.numpy().ravel().copy() for name, x in tensors}
+        memory = tw.MomentumCorrection(0.9)
+        averager = tw.Mean(tw.TopK(0.1), memory, exchange="hierarchical_sparse", workers_per_node=2)
+        averager.step(averager.init(tensors, comm, seed=5), tensors, comm).wait()
+        return before, {name: x.numpy().ravel() for name, x in tensors}
+
+    monkeypatch.setattr(tw.comm.Communicator, "exchange", recorded)
+    before, results = zip(*tw.LocalWorld(4).run(worker), strict=True)
+    for member in (1, 3):
+        data = documented_format.Reader(told[member].tobytes())
+        np.testing.assert_array_equal(data.floats(dense), results[member]["scale"])
+        sums = data.floats(30 + 7)
+        indices = [documented_format.plain_indices(data, k, n) for k, n in zip([30, 7], numels, strict=True)]
+        delivered = data.bits(30 + 7).astype(bool)
+        assert data.at == len(data.data)
+        for name, n, at, x, has in zip(
+            "ab", numels, indices, np.split(sums, [30]), np.split(delivered, [30]), strict=True
+        ):
+            mean, node = np.zeros(n, np.float32), before[member - 1][name] + before[member][name]
+            coordinates = documented_format.unshuffled(at, n)
+            mean[coordinates] = x * np.float32(1 / 4)
+            np.testing.assert_array_equal(mean, results[member][name])
+            chosen = np.argsort(-np.abs(node), kind="stable")[: len(at)]
+            np.testing.assert_array_equal(has, np.isin(coordinates, chosen))

@@ -70,11 +70,26 @@ def part(
         return sparse(codec.sparsifier, codec.values, data, sizes, weight, keys, block)
     if hasattr(codec, "ratio") or "hreshold" in name or name == "GapCoded":
         return sparse(codec, None, data, sizes, weight, keys, block)
+    if name == "PerLayer":
+        return layers(codec.codecs, data, shapes, weight)
     if name == "DenseLast":
         rest = [n % codec.codec.bucket_size for n in sizes]
         whole = part(codec.codec, data, [(n - r,) for n, r in zip(sizes, rest, strict=True)], weight)
         return [np.concatenate([w, data.floats(r) * weight]) for w, r in zip(whole, rest, strict=True)]
     return few_bits(codec, data, sizes, weight)
+
+
+def layers(codecs: Sequence[Any], data: Reader, shapes: Shapes, weight: np.float32) -> list[Array]:
+    """The table of codecs, `Fitted`: the payload of each distinct codec, all `QSGD` where the first of them stands."""
+    groups: dict[Any, dict[Any, list[int]]] = {}
+    for i, codec in enumerate(codecs):
+        group = "QSGD" if type(codec).__name__ == "QSGD" else codec
+        groups.setdefault(group, {}).setdefault(codec, []).append(i)
+    added: dict[int, Array] = {}
+    for group in groups.values():
+        for codec, at in group.items():
+            added |= zip(at, part(codec, data, [shapes[i] for i in at], weight), strict=True)
+    return [added[i] for i in range(len(codecs))]
 
 
 def mix_key(seed: int, stream: int, step: int) -> int:
@@ -487,9 +502,13 @@ def region_message(
     assert data.at == len(payload)
     pieces = []
     for (s, start, _, _), index, value in zip(region, indices, found, strict=True):
-        n = numels[s]
-        a = round(n * 0.6180339887498949)
-        while math.gcd(a, n) != 1:
-            a += 1
-        pieces.append((s, (index + start) * pow(a, -1, n) % n, value))
+        pieces.append((s, unshuffled(index + start, numels[s]), value))
     return vector, pieces
+
+
+def unshuffled(positions: Array, n: int) -> Array:
+    """Messages of a sparse all-reduce: the elements that have these positions."""
+    a = round(n * 0.6180339887498949)
+    while math.gcd(a, n) != 1:
+        a += 1
+    return positions * pow(a, -1, n) % n
