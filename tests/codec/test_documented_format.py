@@ -21,7 +21,7 @@ from thinwire.codec.compose.per_layer import PerLayer
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "codecs.json").read_text())
 AGREED = json.loads((Path(__file__).parents[1] / "golden" / "agreed.json").read_text())
 KEY = tw.codec.Key(seed=1, stream=2, step=3)
-WEIGHTS = (1.0, 0.37)
+WEIGHTS = (1.0, 1 / 3)
 MORE = [
     tw.TopK(0.07),  # 0.07 * 100 is above 7 in binary
     tw.codec.BlockwiseTopK(0.07, block=100),
@@ -68,7 +68,7 @@ def tolerance(codec: tw.codec.Codec, largest: float) -> dict[str, float]:
 
 
 def inputs(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
-    """Normal numbers, also with what is not finite, of clustered large elements, and below the normal range."""
+    """Normal numbers; with large ones side by side; with what is not finite; so small that scales or all underflow; zeros."""
     g = torch.Generator().manual_seed(0)
     normal = [torch.randn(shape, generator=g) for shape in shapes]
     clustered = [x.clone() for x in normal]
@@ -76,7 +76,8 @@ def inputs(shapes: list[tuple[int, ...]]) -> list[list[Tensor]]:
     for i, (x, y) in enumerate(zip(clustered, broken, strict=True)):
         x.view(-1)[: x.numel() // 3] *= 1e4
         y.view(-1)[y.numel() // 2 :][:1] = (float("nan"), float("inf"), -float("inf"))[i % 3]
-    return [normal, clustered, broken, [x * 1e-42 for x in normal], [x * 0 for x in normal]]
+    small = [[x * factor for x in normal] for factor in (1e-36, 1e-42, 0)]
+    return [normal, clustered, broken, *small]
 
 
 @pytest.mark.parametrize("text", GOLDEN)
@@ -140,9 +141,9 @@ SUMMED = [
 @pytest.mark.parametrize("codec", SUMMED, ids=repr)
 def test_messages_of_a_sparse_all_reduce_are_as_documented(codec, monkeypatch):
     """Steps 2 and 3 give what workers end with; without a second link, the kept values are the sums of those sent."""
-    size, shapes = 3, {"a": (20, 15), "b": (1, 2), "c": (7, 9), "scale": (5,)}
-    names, sent = list(shapes)[:3], [[] for _ in range(size)]
-    numels = [300, 2, 63]
+    size, shapes = 3, {"a": (19, 16), "b": (1, 2), "c": (1, 61), "d": (13, 31), "scale": (5,)}
+    names, sent = list(shapes)[:4], [[] for _ in range(size)]
+    numels, counts = [304, 2, 61, 403], [31, 1, 7, 41]
     all_to_all, all_gather = tw.comm.Communicator.all_to_all, tw.comm.Communicator.all_gather
 
     def record_each(self, tensors, *args):
@@ -163,7 +164,7 @@ def test_messages_of_a_sparse_all_reduce_are_as_documented(codec, monkeypatch):
     monkeypatch.setattr(tw.comm.Communicator, "all_to_all", record_each)
     monkeypatch.setattr(tw.comm.Communicator, "all_gather", record_one)
     results = tw.LocalWorld(size).run(worker)
-    regions = documented_format.regions_of(numels, [30, 1, 7], size)
+    regions = documented_format.regions_of(numels, counts, size)
     sums, ends = [np.zeros(n, np.float32) for n in numels], [np.zeros(n, np.float32) for n in numels]
     means = []
     for owner, region in enumerate(regions):

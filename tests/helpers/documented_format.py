@@ -342,6 +342,7 @@ def block_indices(data: Reader, k: int, n: int, each: int, block: int) -> Array:
     return data.words(k, bits) + np.arange(k) // each * block
 
 
+@lru_cache
 def random_subset(key: int, k: int, n: int) -> Array:
     """Random subsets."""
     b = max(8, (n - 1).bit_length())
