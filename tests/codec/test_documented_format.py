@@ -1,4 +1,4 @@
-"""A decoder that was written from `docs/wire.md` alone decodes what the library decodes: the page is complete and right.
+"""A decoder that follows `docs/wire.md` alone decodes what the library decodes: the page is complete and right.
 
 A failure here is a mistake of the page, or a change of the wire format that the page does not tell.
 """

@@ -1,4 +1,4 @@
-"""A decoder written from `docs/wire.md` alone, in Python and NumPy: the second reading of that page.
+"""A decoder that follows `docs/wire.md` and nothing else, in Python and NumPy: the second reading of that page.
 
 It imports nothing of thinwire. Of a codec it reads the name of the class and the public fields; each function names the
 section that it follows. It decodes what an encoder sends and refuses nothing but bytes that are left over.
