@@ -16,6 +16,7 @@ import numpy as np
 
 Array = np.ndarray[Any, Any]
 Shapes = Sequence[tuple[int, ...]]
+THRESHOLDS = ("Threshold", "AdaptiveThreshold")
 
 
 class Reader:
@@ -68,7 +69,7 @@ def part(
         return transformed(codec, data, shapes, weight, keys)
     if name == "Chain":
         return sparse(codec.sparsifier, codec.values, data, sizes, weight, keys, block)
-    if hasattr(codec, "ratio") or "hreshold" in name or name == "GapCoded":
+    if hasattr(codec, "ratio") or name in (*THRESHOLDS, "GapCoded"):
         return sparse(codec, None, data, sizes, weight, keys, block)
     if name == "PerLayer":
         return layers(codec.codecs, data, shapes, weight)
@@ -255,7 +256,7 @@ def sparse(
     units, length = sizes, [1] * len(sizes)
     if name == "CoarseGrainedTopK":
         units, length = [-(-n // codec.chunk) for n in sizes], [min(codec.chunk, n) for n in sizes]
-    counted = "hreshold" in name or getattr(codec, "sample", None) is not None
+    counted = name in THRESHOLDS or getattr(codec, "sample", None) is not None
     if counted:
         kept = np.frombuffer(data.data[-4 * len(sizes) :], "<u4").tolist()
     elif name == "BlockwiseTopK":
