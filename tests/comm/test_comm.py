@@ -509,9 +509,12 @@ def test_an_error_that_a_lost_connection_led_to_is_no_cause_of_it():
         if comm.rank == 0:
             raise CommunicationError("nobody listens")
         try:
-            comm.all_reduce(torch.ones(1)).wait()
-        except CommunicationError:
-            raise RuntimeError("no sum") from None
+            try:
+                comm.all_reduce(torch.ones(1)).wait()
+            except CommunicationError:
+                raise RuntimeError("no sum") from None
+        finally:
+            raise ValueError("no mean")
 
     with pytest.raises(CommunicationError, match="^rank 0: nobody listens$"):
         LocalWorld(2).run(worker)

@@ -109,8 +109,9 @@ def name_rank(error: BaseException, rank: int) -> BaseException:
     return error
 
 
-def _of_connection(error: BaseException) -> bool:
-    return isinstance(error, CommunicationError) or isinstance(error.__context__, CommunicationError)
+def _of_connection(error: BaseException | None) -> bool:
+    """Whether it is an error of a connection, or was raised while one was handled."""
+    return error is not None and (isinstance(error, CommunicationError) or _of_connection(error.__context__))
 
 
 class Mail:
