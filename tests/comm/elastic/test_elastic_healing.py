@@ -65,9 +65,9 @@ class Worker:
 class Healed:
     """Worker 7, which these workers heal."""
 
-    def __init__(self, *workers, load=None, is_common=True, own=None, seconds=30.0, is_late=False):
+    def __init__(self, *workers, load=None, is_common=True, own=None, seconds=30.0, is_late=False, **options):
         self.workers, self.loaded, self.seconds, self.tries = workers, [], seconds, 0
-        self.healing = Healing(7, "127.0.0.1", None)
+        self.healing = Healing(7, "127.0.0.1", None, **options)
         own = {"x": torch.zeros(3)} if own is None else own
         self.healing.shared["x"] = Shared(lambda: own, load or self.loaded.append, is_common, is_late)
 
@@ -170,6 +170,16 @@ def test_a_worker_whose_sources_are_not_to_be_believed_is_left_out_after_some_tr
     for error in [CommunicationError] * (TRIES - 1) + [LeftOut]:
         with pytest.raises(error, match=line):
             healed.heal()
+
+
+@pytest.mark.parametrize(("seeds", "believed"), [((3, 4), 3), ((3, 4, 4), 4)])
+def test_where_machines_compute_differently_the_most_or_else_the_first_are_believed(seeds, believed, caplog):
+    workers = [Worker(number, state(seed)) for number, seed in enumerate(seeds)]
+    healed = Healed(*workers, may_differ=True)
+    healed.heal()
+    assert torch.equal(healed.loaded[0]["x"], state(believed)["x"])
+    assert not any(worker.chunks for worker, seed in zip(workers, seeds, strict=True) if seed != believed)
+    assert not caplog.records
 
 
 def test_what_differs_between_workers_comes_from_one_of_them():

@@ -277,6 +277,37 @@ def test_a_worker_whose_state_differs_is_named_and_healed_and_without_a_majority
         assert all(fact.startswith("after 10 rounds the workers differ in what they should have") for fact in facts)
 
 
+def test_a_worker_joins_machines_that_compute_differently(place):
+    """Each worker has another value of what all share, and the third gets the whole state of one of the others."""
+    seen, has_ended, last = [], threading.Event(), [1 << 30]
+
+    def worker(number):
+        if number == 2:
+            wait_until(lambda: len(seen) > 12, "steps of two workers")
+        comm = ElasticCommunicator(place, number, timeout_seconds=60, quorum_seconds=60, check_every=0)
+        comm.share("values", lambda: {"x": number}, lambda values: None)
+
+        def before_round():
+            seen.append(number)
+            time.sleep(0.02)
+
+        def is_over():
+            if comm.size == 3 or has_ended.is_set():
+                last[0] = min(last[0], comm.counts.committed + 2)
+            return comm.counts.committed >= last[0]
+
+        try:
+            result = train(comm, rounds=10**6, before_round=before_round, is_over=is_over)
+            return result["sum"], comm.size, comm.counts.healings
+        finally:
+            has_ended.set()
+            comm.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        facts = list(pool.map(worker, range(3)))
+    assert facts == [(facts[0][0], 3, healings) for healings in (0, 0, 1)]
+
+
 def test_a_worker_joins_local_updates_while_the_others_train(place):
     """It loads the model after the others have taken two steps of the round, and leaves out those steps."""
     seen, begun, gone_on, taken, last = [], threading.Event(), threading.Event(), {0: 0, 1: 0}, [1 << 30]

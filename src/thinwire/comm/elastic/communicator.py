@@ -85,8 +85,9 @@ class ElasticCommunicator(Communicator):
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
         is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
             data before. Otherwise workers that start together begin together.
-        check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does. Lower =>
-            a worker whose numbers differ is found sooner.
+        check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does, and a
+            worker that joins others of different states gets that of one. Lower => a worker whose numbers differ is found
+            sooner.
         replica: where the model is sharded, the mesh of the processes that together are this worker, which `fully_shard` got:
             all of them make one, and take part in rounds together. None: this process alone.
         credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
@@ -185,6 +186,7 @@ class ElasticCommunicator(Communicator):
             *(number, self._forming.host, credentials),
             *(partial(self._asker.expect, timeout_seconds), self._record_healing),
             *(self._processes.rank, replica),
+            may_differ=not check_every,
         )
         self._claims_of_round: tuple[Claim, ...] = ()
         if not is_late:

@@ -48,6 +48,7 @@ class Healing:
         record: counts what this worker sends and receives.
         process: rank of this process in the worker; it is healed from those of the same rank.
         mesh: of the worker's processes, on which shards lie; None if there is one.
+        may_differ: whether states that workers have in common may differ, as where machines compute differently.
 
     Attributes:
         shared: the parts of the state, by name.
@@ -65,11 +66,12 @@ class Healing:
         record: Record = no_record,
         process: int = 0,
         mesh: dist.DeviceMesh | None = None,
+        may_differ: bool = False,
     ):
         self.shared: dict[str, Shared] = {}
         self.can_heal = True
         self._number, self._credentials, self._tick, self._record = number, credentials, tick, record
-        self._process, self._mesh = process, mesh
+        self._process, self._mesh, self._may_differ = process, mesh, may_differ
         self.snapshots = Snapshots()
         self._listener = Listener(host, 0, credentials, self.snapshots.answer, record=record)
         self.port = self._listener.port
@@ -154,7 +156,7 @@ class Healing:
         with self._failures_counted():
             self._transfer = Transfer(
                 *(self._number, key, sources, differing, self._credentials, limit_seconds, self._held),
-                *(self._tick, self._record),
+                *(self._tick, self._record, self._may_differ),
             )
             manifests = self._agreed(self._transfer, is_late=False)
             # Before the larger sections come, so that a loss of rounds is found first.

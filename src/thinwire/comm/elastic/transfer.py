@@ -1,8 +1,8 @@
 """How a worker gets the state of others: chunks from several sources at once, each held to its hash.
 
     1. manifests    every source says what its state consists of. What more than half of those that answer say is believed;
-                    the others are named, and no sources any more. Sections that differ between workers come from one source.
-                    The chunks of small sections come along
+                    the others are named, and no sources any more. Where machines compute differently, no such majority is
+                    needed. Sections that differ between workers come from one source. The chunks of small sections come along
     2. chunks       all connections to all sources take the next missing chunk, so a fast source serves more than a slow one.
                     What is held already is not asked for again: chunks that came before a cut, or that equal one's own
 
@@ -70,6 +70,7 @@ class Transfer:
             the sources do not have any more.
         tick: is called now and then while this worker waits.
         record: counts questions and answers.
+        may_differ: without a majority the first source is believed, instead of none.
 
     Attributes:
         sources: those that are believed.
@@ -86,7 +87,9 @@ class Transfer:
         held: dict[str, dict[bytes, Tensor]],
         tick: Callable[[], None],
         record: Record,
+        may_differ: bool,
     ):
+        self._may_differ = may_differ
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
         self._limit_seconds, self._held, self._tick = limit_seconds, held, tick
         self._clients = {s: Client(*parse_address(s.address), credentials, record) for s in sources}
@@ -156,11 +159,15 @@ class Transfer:
             said = "; ".join(f"worker {source.number}: {reason}" for source, reason in sorted(reasons.items()))
             raise CommunicationError(f"no source answers ({said})" if said else "no source answers")
         roots = {source: self._root(manifests) for source, manifests in self._manifests.items()}
-        (root, most), *_ = Counter(roots.values()).most_common()
-        if 2 * most <= len(roots):
+        # Of equal ones the first source's, however late it answered.
+        (root, most), *_ = Counter(roots[source] for source in self.sources if source in roots).most_common()
+        if 2 * most <= len(roots) and not self._may_differ:
             said = "; ".join(f"worker {source.number}: {root[:12]}" for source, root in sorted(roots.items()))
-            raise ValueError(f"the sources have different states, and no majority says which is right ({said})")
-        for source in (source for source, other in roots.items() if other != root):
+            raise ValueError(
+                f"the sources have different states, and no majority says which is right ({said}); if machines compute "
+                "differently, set check_every to 0"
+            )
+        for source in (source for source, other in roots.items() if other != root and not self._may_differ):
             log.warning(
                 "worker %d announced another state than %d others; worker %d takes nothing from it",
                 *(source.number, most, self._number),
