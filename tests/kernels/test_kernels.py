@@ -7,6 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from helpers.documented_format import hashed
 
 from thinwire import kernels
 from thinwire.kernels.quantize import Quantizer
@@ -44,17 +45,13 @@ def packed_indices(indices, counts, numels):
     return out
 
 
-def uniform_by_python(key: int, position: int) -> float:
-    h = (position * 0x9E3779B9 + (key & 0xFFFFFFFF)) % 2**32
-    h = ((h ^ (h >> 16)) * 0x7FEB352D) % 2**32
-    h = h ^ (h >> 15) ^ (key >> 32)
-    h = (h * 0x846CA68B) % 2**32
-    return ((h ^ (h >> 16)) >> 8) / 2**24
+def uniform_by_definition(key: int, count: int) -> np.ndarray:
+    return (hashed(key, np.arange(count)) >> 8) / 2**24
 
 
 def test_uniform_is_its_definition():
     key = kernels.mix_key(1, 2, 3)
-    assert kernels.uniform(key, 50).tolist() == [uniform_by_python(key, i) for i in range(50)]
+    assert kernels.uniform(key, 50).tolist() == uniform_by_definition(key, 50).tolist()
 
 
 def test_documented_values():
@@ -94,7 +91,7 @@ def test_quantize_follows_the_formula(bits, norm):
     codes = (stream[: 1000 * bits].reshape(-1, bits) << np.arange(bits)).sum(-1)
     assert not stream[1000 * bits :].any()
     t = np.concatenate([(p * steps / s + steps) / 2 for p, s in zip(parts, scales, strict=True)])
-    u = np.array([uniform_by_python(5, i) for i in range(1000)])
+    u = uniform_by_definition(5, 1000)
     expected = np.clip(np.floor(t + u), 0, steps)
     near = np.abs(t + u - np.round(t + u)) < steps * 2**-21
     assert np.array_equal(codes[~near], expected[~near])

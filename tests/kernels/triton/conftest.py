@@ -11,15 +11,14 @@ import numpy as np
 import pytest
 
 collect_ignore_glob = ["check_*.py"]
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=INTERPRETED)
 def without_work_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the interpreter's time: it computes whether integers overflow, for assertions that it leaves out unless it
     debugs, and at each call of a device function it patches the language, which the kernel's launch has patched.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
     from triton.runtime import interpreter
 
     options = interpreter.interpreter_builder.options
@@ -44,14 +43,12 @@ def without_work_that_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interpreter.GridExecutor, "__call__", launch_once)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=INTERPRETED)
 def what_the_compiler_is_told_holds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton's interpreter takes any address. A GPU faults where one is no multiple of a load's width.
 
     So each address must be a multiple of what `tl.multiple_of` says, and of the size of what its pointer points to.
     """
-    if os.environ.get("TRITON_INTERPRET") != "1":
-        return
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle, _get_np_dtype
 
     original = TensorHandle.set_attr

@@ -70,7 +70,7 @@ class Transfer:
             the sources do not have any more.
         tick: is called now and then while this worker waits.
         record: counts questions and answers.
-        may_differ: without a majority the first source is believed, instead of none.
+        may_differ: without a majority, what most sources say is believed, of equally many what the first one says.
 
     Attributes:
         sources: those that are believed.
@@ -89,9 +89,8 @@ class Transfer:
         record: Record,
         may_differ: bool,
     ):
-        self._may_differ = may_differ
         self._number, self._key, self._differing, self.sources = number, key.encode(), differing, [*sources]
-        self._limit_seconds, self._held, self._tick = limit_seconds, held, tick
+        self._limit_seconds, self._held, self._tick, self._may_differ = limit_seconds, held, tick, may_differ
         self._clients = {s: Client(*parse_address(s.address), credentials, record) for s in sources}
         self._manifests: dict[Source, dict[str, Manifest]] = {}
         self._small: dict[bytes, Tensor] = {}  # chunks that came with manifests, by their hashes
@@ -159,7 +158,7 @@ class Transfer:
             said = "; ".join(f"worker {source.number}: {reason}" for source, reason in sorted(reasons.items()))
             raise CommunicationError(f"no source answers ({said})" if said else "no source answers")
         roots = {source: self._root(manifests) for source, manifests in self._manifests.items()}
-        # Of equal ones the first source's, however late it answered.
+        # In the order of the sources, not of their answers.
         (root, most), *_ = Counter(roots[source] for source in self.sources if source in roots).most_common()
         if 2 * most <= len(roots) and not self._may_differ:
             said = "; ".join(f"worker {source.number}: {root[:12]}" for source, root in sorted(roots.items()))
