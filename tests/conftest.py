@@ -74,6 +74,7 @@ INTEGRATION = (
     "kernels/test_set_threads.py",
     "lab/bench/test_internet.py",
     "lab/bench/test_netlab.py",
+    "lab/bench/test_unlike.py",
     "lab/cli/test_doctor_command.py",
     "lab/cli/test_extras.py",
     "lab/cli/test_new_method.py",

@@ -61,7 +61,7 @@ def test_a_minority_whose_state_differs_is_healed_and_without_a_majority_nobody_
     joins = members_of([*claims[::2], claim(3, 2)])  # it is behind, and says nothing of its state
     assert joins.healed == (2,) and differing([*claims[::2], claim(3, 2)], joins) == []
     for others in (claims[:2], [*claims, claim(3, 5, rank=3, digest="c")], [*claims, claim(3, 5, rank=3, digest="b")]):
-        with pytest.raises(Diverged, match="after 5 rounds the workers differ .* .worker 0: a, worker 1: b"):
+        with pytest.raises(Diverged, match="after round 5 the workers differ .* .worker 0: a, worker 1: b"):
             members_of(others)
 
 

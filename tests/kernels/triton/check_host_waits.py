@@ -266,12 +266,12 @@ def test_waits_of_a_step(text, reads):
 
 
 def test_waits_of_an_elastic_step(reads):
-    """Votes are read in main memory, once a round."""
+    """Votes are read in main memory, once a round. Comparing, which hashes the whole state, is off."""
     lighthouse, together = tw.comm.Lighthouse(2, "127.0.0.1"), threading.Barrier(2, timeout=300)
     strategy = tw.parse("Local(Mean(QSGD(bits=4), ErrorFeedback()), every=2)")
 
     def worker(world: tw.comm.Communicator) -> None:
-        with tw.comm.ElasticCommunicator(lighthouse.address, world.rank, quorum_seconds=60) as comm:
+        with tw.comm.ElasticCommunicator(lighthouse.address, world.rank, quorum_seconds=60, check_every=0) as comm:
             waits(comm, together, strategy, reads, 2)
 
     with kernels.use_backend("triton"):

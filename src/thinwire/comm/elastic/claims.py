@@ -211,7 +211,7 @@ def _majority(newest: list[Claim]) -> list[Claim]:
     if 2 * most <= digests.total():
         said = ", ".join(f"worker {claim.number}: {claim.digest[:12]}" for claim in newest if claim.digest)
         raise Diverged(
-            f"after {newest[0].version.committed} rounds the workers differ in what they should have in common, and no "
+            f"after round {newest[0].version.committed} the workers differ in what they should have in common, and no "
             f"majority says which is right ({said}). Go on from the last checkpoint; if machines compute differently, set "
             "check_every to 0"
         )

@@ -23,8 +23,8 @@ of them connects with those of other workers that hold the same shard. All proce
 or none does: each votes with its own connections, and then they tell each other what came of it. A worker whose processes do
 not agree is one that missed the vote, and is healed.
 
-Comparing. Every `check_every` rounds each worker also says the hash of what all have in common. A worker that differs from
-more than half of them is named and healed. Where there is no such majority, all raise an error.
+Comparing. After the first round, and every `check_every` rounds, each worker also says the hash of what all have in common. A
+worker that differs from more than half of them is named and healed. Where there is no such majority, all raise an error.
 
 Detection. A process that dies is noticed at once, because its connections close. One that is silent is noticed after
 `timeout_seconds`, or sooner once it is known how long rounds take (`patience.py`). A worker without progress for so long sends
@@ -85,9 +85,9 @@ class ElasticCommunicator(Communicator):
         quorum_seconds: how long to wait for other workers, or for the Lighthouse, before an error.
         is_late: whether it joins a run that goes on, so that the others do not wait for its first round, however long it loads
             data before. Otherwise workers that start together begin together.
-        check_every: after so many rounds, workers compare a hash of what they have in common (SHA-256); 0 never does, and a
-            worker that joins others of different states gets that of one. Lower => a worker whose numbers differ is found
-            sooner.
+        check_every: every so many rounds, and after the first, workers compare a hash of what they have in common (SHA-256);
+            0 never does, and a worker that joins others of different states gets that of one. Lower => a worker whose numbers
+            differ is found sooner.
         replica: where the model is sharded, the mesh of the processes that together are this worker, which `fully_shard` got:
             all of them make one, and take part in rounds together. None: this process alone.
         credentials: of this worker. With them the Lighthouse has some too ("https://..."), and all connections are encrypted.
@@ -236,8 +236,9 @@ class ElasticCommunicator(Communicator):
         self._issuer.drain(self._timeout.total_seconds())
         self._groups.limit = self._timeout
         deadline = time.monotonic() + self._quorum_seconds
-        # Hashing a large state takes time, so most rounds do without.
-        is_due = self._check_every and self._history.committed and self._history.committed % self._check_every == 0
+        # Hashing a large state takes time, so most rounds do without. Machines that compute differently do so from the first.
+        committed = self._history.committed
+        is_due = self._check_every and committed and (committed == 1 or committed % self._check_every == 0)
         digest = self._healing.digest() if is_due else ""
         # Each late notice takes a thread; a round of workers that are connected already is soon there.
         notice = contextlib.nullcontext() if self._forming.place else said_if_late(self._forming.awaited())
@@ -250,7 +251,8 @@ class ElasticCommunicator(Communicator):
             self._require_known(members)
         for number in differing(claims, members):
             log.warning(
-                "after %d rounds worker %d differs from the others in what all have in common; it is healed",
+                "after round %d worker %d differs from the others in what all have in common; it is healed. If this recurs, "
+                "its machine computes differently: set check_every to 0",
                 *(members.version.committed, number),
             )
         # The same workers on the same connections need no vote to begin.

@@ -123,7 +123,7 @@ class RunConfig:
     first_worker: int = _whole(0, least=0)
     """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
     check_every: int = _whole(100, least=0)
-    """With elastic: after so many rounds workers compare a hash of what they have in common, see `ElasticCommunicator`. Give 0,
+    """With elastic: every so many rounds, and after the first, workers compare a hash of what they have in common. Give 0,
     which never compares, if machines compute differently."""
 
     network: str | None = None
