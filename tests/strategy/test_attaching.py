@@ -243,6 +243,21 @@ def test_conjugate_gradients_are_averaged():
     assert all(torch.equal(g, torch.full((2, 3), 1 - 1j, dtype=torch.complex64)) for g in tw.LocalWorld(2).run(worker))
 
 
+@pytest.mark.parametrize("strategy", [tw.Gradients(tw.Mean()), tw.Local(tw.Mean(), every=1)])
+def test_negative_gradients_are_averaged(strategy):
+    """Autograd leaves the gradient of the imaginary part of `z.conj()` as a negative view, where it has one element."""
+
+    def worker(comm):
+        z = nn.ParameterDict({"real": torch.zeros(1), "imaginary": torch.zeros(1)})
+        optimizer = torch.optim.SGD(z.parameters(), lr=1.0)
+        with tw.attach(z, optimizer, strategy, comm=comm):
+            torch.complex(z["real"], z["imaginary"]).conj().backward(torch.tensor([2 + 4j * comm.rank]))
+            optimizer.step()
+        return z["real"].item(), z["imaginary"].item()
+
+    assert tw.LocalWorld(2).run(worker) == [(-2.0, 2.0)] * 2
+
+
 @pytest.mark.parametrize(
     "attach",
     [

@@ -166,7 +166,8 @@ class GradientBuckets:
                 p.grad = torch.zeros_like(p)
             if p.grad.is_sparse:
                 raise ValueError(f"the gradient of {name!r} is sparse; build its embedding with sparse=False")
-            p.grad = p.grad.resolve_conj()  # autograd leaves conjugate views, whose numbers cannot be averaged in place
+            # Autograd leaves conjugate and negative views, whose numbers cannot be averaged in place.
+            p.grad = p.grad.resolve_conj().resolve_neg()
             held, expected = local(p.grad).shape, local(p).shape
             if held != expected:
                 raise ValueError(

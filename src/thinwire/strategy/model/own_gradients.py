@@ -72,4 +72,4 @@ class OwnGradients:
 
 
 def _values(gradient: Tensor) -> Tensor:
-    return values_of((gradient.coalesce().values() if gradient.is_sparse else gradient).resolve_conj())
+    return values_of((gradient.coalesce().values() if gradient.is_sparse else gradient).resolve_conj().resolve_neg())
