@@ -505,6 +505,14 @@ def test_muon_and_adamw_refuse_what_they_would_divide_wrongly():
             Muon(undecayed=undecayed)
 
 
+@pytest.mark.parametrize("scale", ["spectral", "rms"])
+def test_muon_leaves_matrices_without_elements_alone(scale):
+    model = nn.ParameterList([torch.empty(3, 0), torch.empty(0, 3), torch.ones(2, 2)])
+    sum(p.square().sum() for p in model).backward()
+    tw.strategy.MuonAdamW(model.parameters(), lr=0.1, scale=scale).step()
+    assert (model[2] < 1).all()
+
+
 @pytest.mark.parametrize(
     ("scale", "factor"), [("spectral", lambda n, m: (n / m) ** 0.5), ("rms", lambda n, m: 0.2 * max(n, m) ** 0.5)]
 )

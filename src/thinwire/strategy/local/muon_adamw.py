@@ -68,7 +68,7 @@ class MuonAdamW(Optimizer):
         held, spared = list(params), {id(p) for p in adamw}
         wrong = next((type(p).__name__ for p in held if not isinstance(p, torch.Tensor)), None)
         require(wrong is None, f"MuonAdamW: params must be parameters, as of model.parameters(), got a {wrong}")
-        is_matrix = [p.ndim == 2 and id(p) not in spared for p in held]
+        is_matrix = [p.ndim == 2 and p.numel() > 0 and id(p) not in spared for p in held]
         matrices = [p for p, yes in zip(held, is_matrix, strict=True) if yes]
         others = [p for p, yes in zip(held, is_matrix, strict=True) if not yes]
         require(bool(held), "MuonAdamW: there are no parameters")
@@ -121,6 +121,6 @@ def _by_shape(group: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """The group of each matrix, for PyTorch's step. It has no spectral scale for wide matrices: its "original" one is
     `sqrt(max(1, n / m))`. So theirs is part of the rate, and the decay is divided by it."""
     for p in group["params"]:
-        is_wide = group["adjust_lr_fn"] == "original" and 0 < p.shape[0] < p.shape[1]
+        is_wide = group["adjust_lr_fn"] == "original" and p.shape[0] < p.shape[1]
         factor = math.sqrt(p.shape[0] / p.shape[1]) if is_wide else 1.0
         yield group | {"params": [p], "lr": group["lr"] * factor, "weight_decay": group["weight_decay"] / factor}
