@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import threading
 import time
 import warnings
@@ -10,6 +12,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch.optim.swa_utils import AveragedModel
 
 import thinwire as tw
 
@@ -492,6 +495,20 @@ def test_state_is_its_workers_own(kind):
         return states
 
     assert run(2, worker)[0] == [["rank0"], ["rank1"]]
+
+
+@every_strategy
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), AveragedModel])
+def test_a_copy_of_a_model_that_keeps_its_strategy_takes_no_part(kind, copied):
+    def worker(comm):
+        model = Small()
+        with ATTACH[kind](model, sgd(model), comm) as model.handle:
+            own = copied(model)
+            assert all(map(torch.equal, own.parameters(), model.parameters()))
+            step(own, sgd(own))
+            assert comm.ledger.num_steps == 0
+
+    run(2, worker)
 
 
 @every_strategy

@@ -110,6 +110,13 @@ class Attachment(ABC):
     def __exit__(self, *error: object) -> None:
         self.detach()
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """A copy of the model, such as a moving average or a file, takes no part: None is in the place of the strategy.
+
+        A copied DDP, whose hooks hold the strategy, averages densely.
+        """
+        return type(None), ()
+
 
 class _ForwardHook:
     """Calls a function before each forward pass; in a copy of the model, such as a moving average or a file, it calls none."""

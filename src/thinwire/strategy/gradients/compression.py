@@ -110,10 +110,6 @@ class GradientCompression(AveragerAttachment):
                     "rows after optimizer.step(): weight.data.renorm_(2, 0, max_norm)",
                 )
 
-    def __reduce__(self) -> tuple[type, tuple[()]]:
-        """A copied DDP, such as a moving average, averages densely: None stands for the strategy in what it keeps of hooks."""
-        return type(None), ()
-
     @property
     def codec(self) -> Codec | None:
         """The codec of the next round; `handle.codec.levels` are the levels that ALQ or AMQ has learned so far."""
