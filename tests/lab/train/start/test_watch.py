@@ -10,9 +10,11 @@ import socket
 import sys
 import threading
 import time
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -21,7 +23,7 @@ from helpers.ports import free_port
 from helpers.program import wait_until
 
 from thinwire.lab.train import RunConfig, WorkerError
-from thinwire.lab.train.start import spawn, watch
+from thinwire.lab.train.start import spawn, watch, worker
 from thinwire.lab.train.start.connect import loopback_store, meeting_store
 from thinwire.lab.train.start.environment import Environment
 from thinwire.lab.train.start.worker import report_failure
@@ -51,9 +53,9 @@ def workers():
     signal.signal(signal.SIGTERM, before)
     workers = [*started]  # a test may put others in their places
     yield workers
-    for worker in {*started, *workers}:
-        worker.kill()
-        worker.join()
+    for process in {*started, *workers}:
+        process.kill()
+        process.join()
 
 
 def watched(workers, folder, requests=None, store=None, limit_seconds=60.0, first_worker=0) -> str:
@@ -230,6 +232,38 @@ def test_the_first_report_counts_and_needs_no_file(workers, tmp_path, monkeypatc
     assert watched(workers, tmp_path, store=store) == (
         "worker 2 failed: ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     )
+
+
+def failing_worker(folder, told):
+    store, known = dist.HashStore(), []
+
+    @contextmanager
+    def connected(*_):
+        try:
+            yield
+        finally:
+            known.append(store.check(["failed/0"]))
+            time.sleep(0.01)
+            report_failure(store, folder, 1, RuntimeError("connection closed by peer"))
+
+    with ExitStack() as stack:
+        stack.enter_context(patch.multiple(worker, connected=connected, connected_store=lambda *_: store))
+        stack.enter_context(
+            patch.object(worker.loop, "run", side_effect=OSError(28, "No space left on device", "shared.pt"))
+        )
+        stack.enter_context(patch.object(os, "_exit", side_effect=SystemExit))
+        stack.enter_context(pytest.raises(SystemExit))
+        worker.work(0, RunConfig("digits"), folder, 0, (), None, False)
+    told.send((known, *(int(store.get(f"failed/{number}").split()[0]) for number in (0, 1))))
+
+
+def test_a_worker_says_why_it_fails_before_others_lose_their_connection_to_it(tmp_path):
+    received, told = multiprocessing.Pipe(duplex=False)
+    process = forked(failing_worker, tmp_path, told)
+    process.join(60)
+    assert process.exitcode == 0 and received.poll()
+    known, own, others = received.recv()
+    assert known == [True] and own < others
 
 
 def listening(port):

@@ -9,7 +9,8 @@ import os
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -65,7 +66,7 @@ def work(
             credentials = credentials_of(config)
             store = connected_store(LOOPBACK, port, RENDEZVOUS, credentials)
             if lighthouse is None:
-                with connected(config, environment, store) as comm:
+                with connected(config, environment, store) as comm, telling_why(store, folder, number):
                     loop.run(config, folder, comm, interruption, callbacks)
                     interruption.settle()
             else:
@@ -91,8 +92,20 @@ def work(
         os._exit(0)  # at once: threads wait for others
 
 
+@contextmanager
+def telling_why(store: Store, folder: Path, number: int) -> Iterator[None]:
+    """Context that tells the launcher of a failure while the connections are still open: without them, others fail too."""
+    try:
+        yield
+    except (Interrupted, SharedError):
+        raise
+    except Exception as error:
+        report_failure(store, folder, number, error)
+        raise
+
+
 def report_failure(store: Store | None, folder: Path, number: int, error: Exception) -> None:
-    """Tell the launcher why this worker failed, and write the traceback to the folder if possible."""
+    """Tell the launcher why this worker failed, unless it knows, and write the traceback to the folder if possible."""
     # The time tells the launcher who failed first.
     came, line = time.monotonic_ns(), failure(number, error)
     path = folder / f"worker-{number}-error.txt"
@@ -101,7 +114,7 @@ def report_failure(store: Store | None, folder: Path, number: int, error: Except
         line += f" (traceback in {path})"
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the launcher is gone
-            store.set(f"failed/{number}", f"{came} {line}")
+            store.compare_set(f"failed/{number}", "", f"{came} {line}")
 
 
 def end_with_launcher() -> None:
