@@ -34,7 +34,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
 
-from thinwire.lab.train.start.parent_death import become_fork_server
+from thinwire.comm.parent_death import become_fork_server
 
 from .program import Program
 from .spawn import CONTEXT

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ...algorithm import required
-from ...comm import Communicator
+from ...comm import Communicator, parent_death
 from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
 from ...comm.store import connected_store, gathering
@@ -24,6 +24,8 @@ CPU = torch.device("cpu")
 
 def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
     """Run `work(task)` in a launcher's worker, and return its result; without one, in new processes: None.
+
+    These end with this one.
 
     Args:
         work: a function that processes can import.
@@ -40,7 +42,7 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
     if "RANK" in os.environ:
         return work(task)
     store = loopback_store(0)
-    method = worker_context([__name__, *preloaded]).get_start_method()
+    method = worker_context([parent_death.__name__, __name__, *preloaded]).get_start_method()
     try:
         torch.multiprocessing.start_processes(_started, (work, task, workers, store.port), workers, start_method=method)
     except torch.multiprocessing.ProcessExitedException as end:
@@ -55,6 +57,7 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
 def _started(rank: int, work: Callable[[Any], Any], task: Any, workers: int, port: int) -> None:
     from ..train.start.environment import LOOPBACK, Environment
 
+    parent_death.end_with_parent()
     os.environ.update(Environment("thinwire", rank, workers, rank, workers, LOOPBACK, port).variables())
     os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"  # the parent process has the store, as torchrun's agent has
     if sys.platform == "linux":

@@ -27,7 +27,7 @@ from .worker import work
 
 # The fork server imports these once, so that workers need not.
 PRELOADED = [
-    *("thinwire.lab.train.start.parent_death", "thinwire.lab.train.start.spawn"),
+    *("thinwire.comm.parent_death", "thinwire.lab.train.start.spawn"),
     *("sklearn.datasets", "torch.utils.tensorboard", "torch._dynamo"),
 ]
 

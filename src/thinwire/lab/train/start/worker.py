@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from ....comm.members import LeftOut
+from ....comm.parent_death import end_with_parent
 from ....comm.store import Store, connected_store
 from ....messages import MORE_PROCESSES, error_place, error_text, install_for_warnings, lacks_processes, log
 from ..config import RunConfig
@@ -25,7 +26,6 @@ from ..shared_errors import SharedError, same_error_on_all
 from .connect import RENDEZVOUS, choose_interface, connected, credentials_of
 from .environment import LOOPBACK, Environment
 from .lighthouse import communicator
-from .parent_death import end_with_parent
 
 MISTAKEN = 2  # exit code of a worker after a user error that all workers found
 LEFT_OUT = 3  # exit code of a worker of an elastic run that is left out of it, see `members.LeftOut`

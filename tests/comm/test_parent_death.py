@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from pathlib import Path
 
 import pytest
 from helpers.program import Program, wait_until
 
-from thinwire.lab.train.start.parent_death import become_fork_server, end_with_parent
+from thinwire.comm.parent_death import become_fork_server, end_with_parent
+from thinwire.lab.bench.workers import in_workers
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="Linux's prctl")
 
@@ -42,3 +44,20 @@ def test_a_worker_whose_fork_server_was_killed_while_it_started_ends_too(tmp_pat
     child = int(program.stdout)
     wait_until(lambda: has_ended(child), "the child's end")
     assert not (tmp_path / "goes-on").exists()
+
+
+def measured(folder: str) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # as while it waits for the store, in C++
+    Path(folder, "begun").symlink_to(str(os.getpid()))
+    time.sleep(30)
+
+
+def measure(folder: str) -> None:
+    in_workers(measured, folder, 1)
+
+
+def test_the_workers_of_a_measurement_end_with_it(tmp_path):
+    program = Program(measure, str(tmp_path), folder=tmp_path)
+    program.wait_until((tmp_path / "begun").is_symlink, "the measurement")
+    program.kill()
+    wait_until(lambda: has_ended(int(os.readlink(tmp_path / "begun"))), "the worker's end", 10)
