@@ -10,69 +10,71 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
 
 from .distributions import TruncatedNormalMixture
-from .gaussian_integrals import SQRT_2PI
+from .gaussian_integrals import LEAST_EXPONENT
+
+Array = NDArray[np.float64]
 
 EPSILON = torch.finfo(torch.float64).eps
+SQRT_PI = math.sqrt(math.pi)
+CHUNK = 16_000  # numbers: less than 128 kB, whose memory is used again, and which one thread adds up
 
 
 class CdfIntegral:
-    """`x -> (H(x), F(x), f(x))` for x in [-1, 1]: one `erf` and one `exp` per point and component.
+    """`x -> (x, H(x), F(x), f(x))` for x in [-1, 1]: one `erf` and one `exp` per point and component.
+
+    With `u = (x - mean) / (sqrt(2) std)` it is the sum over components of
+
+        f ~ exp(-u^2) / sqrt(pi),    F ~ erf(u) - erf(u_low),    H ~ u F + f(u) - f(u_low)
 
     The absolute error is near 1e-16 for standard deviations up to 2. `rounding` estimates the error of H.
+
+    Args:
+        dist: of r.
+        folded: whether to take the distribution of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1], which is what
+            symmetric level sets need. A component at -mean joins each one, and H and F start at 0.
 
     Attributes:
         low: the lower end of x; the upper end is 1.
 
     Example:
         >>> from thinwire.codec.adaptive.statistics import prior
-        >>> H, F, f = CdfIntegral(prior(4, "l2"))(torch.tensor(1.0, dtype=torch.float64))
+        >>> x, H, F, f = CdfIntegral(prior(4, "l2"))(np.ones(1))
         >>> round(H.item(), 9), round(F.item(), 9), round(f.item(), 6)
         (1.0, 1.0, 0.113129)
-    """
-
-    low = -1.0
-
-    def __init__(self, dist: TruncatedNormalMixture) -> None:
-        self.mean, self.std = dist.means, dist.stds
-        ends = torch.tensor([[-1.0], [1.0]], dtype=torch.float64, device="cpu")
-        (self.area_low, area_high), (self.height_low, _) = _antiderivative((ends - self.mean) / self.std)
-        mass = area_high - self.area_low
-        weights = dist.weights
-        self.of_f, self.of_F, self.of_H = weights / (self.std * mass), weights / mass, weights * self.std / mass
-        self.rounding = 4 * EPSILON * float(self.of_H.sum())
-
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        z = (x.unsqueeze(-1) - self.mean) / self.std
-        area, height = _antiderivative(z)
-        area = area - self.area_low
-        return (z * area + (height - self.height_low)) @ self.of_H, area @ self.of_F, height @ self.of_f
-
-
-class FoldedCdfIntegral:
-    """`CdfIntegral` of the magnitude |r|, with density `f(r) + f(-r)` on [0, 1]; for symmetric level sets.
-
-    Example:
-        >>> from thinwire.codec.adaptive.statistics import prior
-        >>> H, F, f = FoldedCdfIntegral(CdfIntegral(prior(4, "l2")))(torch.tensor(1.0, dtype=torch.float64))
-        >>> round(F.item(), 9)
+        >>> round(CdfIntegral(prior(4, "l2"), folded=True)(np.ones(1))[2].item(), 9)
         1.0
     """
 
-    low = 0.0
+    def __init__(self, dist: TruncatedNormalMixture, folded: bool = False) -> None:
+        weights, means, stds = (field.numpy() for field in (dist.weights, dist.means, dist.stds))
+        if folded:
+            weights, means, stds = np.tile(weights, 2), np.concatenate([means, -means]), np.tile(stds, 2)
+        self.low = 0.0 if folded else -1.0
+        self.mean, self.scale = means, math.sqrt(0.5) / stds
+        _, (below, self.area_low, above), heights = self._parts(np.array([[-1.0], [self.low], [1.0]]))
+        self.height_low, self.of_F = heights[1], weights / (above - below)
+        self.of_f, self.of_H = 2 * self.of_F * self.scale, self.of_F / self.scale
+        self.rounding = (8 if folded else 4) * EPSILON * float(self.of_H.sum()) / SQRT_PI
 
-    def __init__(self, unfolded: CdfIntegral) -> None:
-        self.unfolded, self.rounding = unfolded, 4 * unfolded.rounding
-        self.at_zero = unfolded(torch.zeros((), dtype=torch.float64, device="cpu"))[0]
+    def __call__(self, x: Array) -> Array:
+        points = np.empty((4, x.size))
+        points[0] = x.reshape(-1)
+        step = max(1, CHUNK // self.mean.size)
+        for start in range(0, x.size, step):
+            chunk = points[:, start : start + step]
+            u, area, height = self._parts(chunk[0, :, None])
+            area -= self.area_low
+            chunk[2], chunk[3] = area @ self.of_F, height @ self.of_f
+            chunk[1] = (u * area + (height - self.height_low)) @ self.of_H
+        return points.reshape(4, *x.shape)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        (right, left), (above, below), (f_right, f_left) = self.unfolded(torch.stack((x, -x)))
-        return right + left - 2 * self.at_zero, above - below, f_right + f_left
-
-
-def _antiderivative(z: Tensor) -> tuple[Tensor, Tensor]:
-    """A and A' in z, up to a constant in A."""
-    return (SQRT_2PI / 2) * torch.erf(z * math.sqrt(0.5)), torch.exp(-0.5 * z * z)
+    def _parts(self, x: Array) -> tuple[Array, Array, Array]:
+        """`u`, `erf(u)` and `exp(-u^2) / sqrt(pi)`, `[points, components]`, for x `[points, 1]`."""
+        u = (x - self.mean) * self.scale
+        exponent = np.maximum(-math.log(SQRT_PI) - u * u, LEAST_EXPONENT)
+        return u, torch.erf(torch.from_numpy(u)).numpy(), np.exp(exponent)

@@ -2,8 +2,8 @@
 
 A level set is an increasing float64 vector from -1 to 1. Unbiased stochastic rounding to the levels has the expected
 squared error `Psi(l)` (`TruncatedNormalMixture.quantization_variance`). A search moves all levels but the outer two.
-One tensor holds all starts of a search, one per row. The result depends on the arguments alone, so workers with equal
-statistics find equal levels.
+One array holds all starts of a search, one per row; it is NumPy's, whose calls cost less than PyTorch's on few numbers.
+The result depends on the arguments alone, so workers with equal statistics find equal levels.
 
 Source: Faghri et al., "Adaptive Gradient Quantization for Data-Parallel SGD", arXiv 2010.12460.
 """
@@ -12,22 +12,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ...algorithm import require
-from .cdf_integral import CdfIntegral, FoldedCdfIntegral
+from .cdf_integral import Array, CdfIntegral
 from .distributions import TruncatedNormalMixture
 from .level_sets import equidistant, exponential_levels, half, mirror, powers_of
 from .roots import increasing_root
-
-Cdf = CdfIntegral | FoldedCdfIntegral
 
 SETTLED = 1e-9  # sweeps end early when no level moves by more
 LEVEL_TOLERANCE = 1e-10  # on dPsi/dl, per width of the interval; Psi is off by its square
 GRADIENT_RATE = 1.0  # suits Psi, whose second derivatives are close to the mass between neighbouring levels
 MULTIPLIER_RATE = 0.7
 CLIP = 0.45  # of the nearer gap; at one half, two neighbours could meet
+MARGIN = 1e-13  # of sums of H, far above their rounding
 SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER, LONGEST_STEP = 0.01, 0.99, 0.1
 
 
@@ -35,7 +35,8 @@ class _Search:
     """The variables of a search from given levels, and the derivatives of Psi.
 
     For symmetric sets the variables are the half `0, l_1, ..., 1`, under the folded distribution. Without a level at
-    zero (`mirrored`), the left neighbour of l_1 is -l_1.
+    zero (`mirrored`), the left neighbour of l_1 is -l_1. `points` are the variables and H, F and f there, `[4, starts,
+    variables]`.
     """
 
     def __init__(self, levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool) -> None:
@@ -46,72 +47,66 @@ class _Search:
         self.levels, self.dist, self.symmetric = levels, dist, symmetric
         self.zero = bool((levels == 0).any())
         self.mirrored = symmetric and not self.zero
-        self.cdf: Cdf = FoldedCdfIntegral(CdfIntegral(dist)) if symmetric else CdfIntegral(dist)
+        self.cdf = CdfIntegral(dist, folded=symmetric)
+        self.ends = self.cdf(np.array([self.cdf.low, 1.0]))
 
-    def variables(self, levels: Tensor) -> Tensor:
-        return half(levels) if self.symmetric else levels
+    def variables(self, levels: Tensor) -> Array:
+        return (half(levels) if self.symmetric else levels).numpy()
 
-    def full(self, variables: Tensor) -> Tensor:
-        return mirror(variables[..., 1:], self.zero) if self.symmetric else variables
+    def full(self, variables: Array) -> Tensor:
+        found = torch.from_numpy(variables)
+        return mirror(found[..., 1:], self.zero) if self.symmetric else found
 
-    def derivative(self, at: int, step: int, x: Tensor, levels: Tensor, H: Tensor) -> tuple[Tensor, Tensor]:
-        """dPsi/dl and its slope for levels `at, at + step, ...` moved to x.
+    def points(self, variables: Array) -> Array:
+        points = np.empty((4, *variables.shape))
+        points[..., 1:-1] = self.cdf(variables[..., 1:-1])
+        points[..., 0], points[..., -1] = self.ends[:, :1], self.ends[:, 1:]
+        return points
+
+    def derivative(self, points: Array, at: int, step: int) -> Callable[[Array], tuple[Array, Array]]:
+        """Gives dPsi/dl and its slope for levels `at, at + step, ...` that move to other points.
 
         The derivative is `(b-a) F(x) - (H(b)-H(a))` with neighbours a and b. It is zero where F(x) is the mean of F over
         [a, b], which equals the published `F(b) - integral over [a, b] of (r-a)/(b-a) dF`. It increases in x, so its root
         is the optimum.
         """
-        left, right, H_left, H_right = (
-            t[..., at + shift : t.shape[-1] - 1 + shift : step] for t in (levels, H) for shift in (-1, 1)
-        )
-        H_x, F_x, f_x = self.cdf(x)
-        own = torch.zeros(x.shape[-1], dtype=torch.bool, device="cpu")
-        own[:1] = self.mirrored and at == 1  # there may be no interior level at all
-        left, H_left = torch.where(own, -x, left), torch.where(own, H_x, H_left)
-        return (right - left) * F_x - (H_right - H_left), (right - left) * f_x + 2 * own * F_x
+        width, rise = points[:2, :, at + 1 :: step] - points[:2, :, at - 1 : -2 : step]
+        if not (self.mirrored and at == 1):
+            return lambda inside: (width * inside[2] - rise, width * inside[3])
+        own = np.arange(width.shape[-1]) == 0  # where a = -x and H(a) = H(x), in place of 0
 
-    def sweep(self, levels: Tensor) -> Tensor:
+        def derivative(inside: Array) -> tuple[Array, Array]:
+            x, H, F, f = inside
+            between = width + own * x
+            return between * F - rise + own * H, between * f + 2 * own * F
+
+        return derivative
+
+    def sweep(self, points: Array) -> None:
         """Move every interior level to its optimum given its neighbours: first all odd ones, then all even ones."""
         # Odd levels have even neighbours only, so that all of them can move at once.
         for at in (1, 2):
-            if levels.shape[-1] > at + 1:
-                levels = self._half_sweep(levels, at)
-        return levels
+            inside, low, high = points[..., at:-1:2], points[0, :, at - 1 : -2 : 2], points[0, :, at + 1 :: 2]
+            tolerance = LEVEL_TOLERANCE * (high - low) + self.cdf.rounding
+            increasing_root(self.cdf, self.derivative(points, at, 2), inside, low, high, tolerance)
 
-    def _half_sweep(self, levels: Tensor, at: int) -> Tensor:
-        H, _, _ = self.cdf(levels)
-        inside = slice(at, -1, 2)
-        low, high = levels[..., at - 1 : -2 : 2], levels[..., at + 1 :: 2]
-        tolerance = LEVEL_TOLERANCE * (high - low) + self.cdf.rounding
-        moved = levels.clone()
-        moved[..., inside] = increasing_root(
-            lambda x: self.derivative(at, 2, x, levels, H), levels[..., inside], low, high, tolerance
-        )
-        return moved
-
-    def shifted_variance(self, levels: Tensor) -> tuple[Tensor, Tensor]:
+    def shifted_variance(self, variables: Array) -> tuple[Array, Array]:
         """Psi without a constant that depends on the distribution alone, and its gradient for the interior levels."""
-        H, _, _ = self.cdf(levels)
-        left, H_left = levels[..., :-1].clone(), H[..., :-1].clone()
+        points = self.points(variables)
+        levels, H, _, _ = points
+        areas = np.diff(levels) * (H[..., :-1] + H[..., 1:])
         if self.mirrored:
-            left[..., 0], H_left[..., 0] = -levels[..., 1], H[..., 1]
-        areas = (levels[..., 1:] - left) * (H_left + H[..., 1:])
-        if self.mirrored:
-            areas[..., 0] /= 2  # the folded density counts the interval around zero twice
-        return areas.sum(dim=-1), self.derivative(1, 1, levels[..., 1:-1], levels, H)[0]
+            areas[..., 0] *= 2  # from -l_1 to l_1; the folded density counts this interval twice
+        return areas.sum(-1), self.derivative(points, 1, 1)(points[..., 1:-1])[0]
 
     def quantiles(self) -> Tensor:
         """Levels at equidistant values of F."""
         steps = equidistant(self.levels.numel())
-        fractions = half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2
-        low, high = torch.full_like(fractions, self.cdf.low), torch.ones_like(fractions)
-
-        def excess(x: Tensor) -> tuple[Tensor, Tensor]:
-            _, F, f = self.cdf(x)
-            return F - fractions, f
-
-        interior = increasing_root(excess, (low + high) / 2, low, high, fractions * LEVEL_TOLERANCE)
-        return self.full(torch.cat([low.new_tensor([self.cdf.low]), interior, low.new_ones(1)]))
+        fractions = (half(steps)[1:-1] if self.symmetric else (steps[1:-1] + 1) / 2).numpy()
+        low, high = np.full_like(fractions, self.cdf.low), np.ones_like(fractions)
+        start, tolerance = self.cdf((low + high) / 2), fractions * LEVEL_TOLERANCE
+        interior = increasing_root(self.cdf, lambda at: (at[2] - fractions, at[3]), start, low, high, tolerance)[0]
+        return self.full(np.concatenate([[self.cdf.low], interior, [1.0]]))
 
     def starts(self) -> Tensor:
         """Rows: the given levels, uniform, exponential, quantiles."""
@@ -120,9 +115,12 @@ class _Search:
         exponential = mirror(powers_of(base, num_levels // 2), bool(num_levels % 2))
         return torch.stack([self.levels, equidistant(num_levels), exponential, self.quantiles()])
 
-    def best(self, candidates: Tensor) -> Tensor:
-        """The candidate of least Psi; ties go to the first."""
-        return candidates[torch.argmin(self.dist.quantization_variance(candidates))]
+    def best(self, candidates: Tensor) -> int:
+        """The position of the candidate of least Psi; ties go to the first."""
+        shifted = self.shifted_variance(self.variables(candidates))[0]
+        # Psi itself, which takes far longer, decides between those that rounding could confuse.
+        near = torch.from_numpy(np.flatnonzero(shifted <= shifted.min() + MARGIN + 100 * self.cdf.rounding))
+        return int(near[self.dist.quantization_variance(candidates[near]).argmin()])
 
 
 def alq(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, sweeps: int = 30) -> Tensor:
@@ -157,13 +155,15 @@ def alq(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, sw
     """
     search = _Search(levels, dist, symmetric)
     starts = search.starts()
-    variables = search.variables(starts)
+    points = search.points(search.variables(starts))
     for _ in range(sweeps):
-        before, variables = variables, search.sweep(variables)
-        if (variables - before).abs().max() <= SETTLED:
+        before = points[0].copy()
+        search.sweep(points)
+        if np.abs(points[0] - before).max() <= SETTLED:
             break
     # The starts too, so that the result is never worse than any of them.
-    return search.best(torch.cat([search.full(variables), starts]))
+    candidates = torch.cat([search.full(points[0]), starts])
+    return candidates[search.best(candidates)]
 
 
 def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True, num_steps: int = 50) -> Tensor:
@@ -188,14 +188,15 @@ def alq_gd(levels: Tensor, dist: TruncatedNormalMixture, symmetric: bool = True,
     search = _Search(levels, dist, symmetric)
     starts = search.starts()
     variables = _descend(search.variables(starts), search.shifted_variance, _clipped_step, GRADIENT_RATE, num_steps)
-    return search.best(torch.cat([search.full(variables), starts]))
+    candidates = torch.cat([search.full(variables), starts])
+    return candidates[search.best(candidates)]
 
 
-def _clipped_step(levels: Tensor, step: Tensor) -> Tensor:
-    gaps = levels.diff(dim=-1)
-    limit = CLIP * torch.minimum(gaps[..., :-1], gaps[..., 1:])
-    moved = levels.clone()
-    moved[..., 1:-1] -= torch.minimum(torch.maximum(step, -limit), limit)
+def _clipped_step(levels: Array, step: Array) -> Array:
+    gaps = np.diff(levels)
+    limit = CLIP * np.minimum(gaps[..., :-1], gaps[..., 1:])
+    moved = levels.copy()
+    moved[..., 1:-1] -= np.minimum(np.maximum(step, -limit), limit)
     return moved
 
 
@@ -223,42 +224,39 @@ def amq(multiplier: float, dist: TruncatedNormalMixture, bits: int, zero: bool =
     Source: arXiv 2010.12460.
     """
     present = exponential_levels(bits, multiplier, zero)
-    search, count = _Search(present, dist, True), present.numel() // 2
-    starts = torch.tensor([[multiplier], *([i / 10] for i in range(1, 10))], dtype=torch.float64, device="cpu")
-    constant = dist.quantization_variance(present) - search.shifted_variance(half(present))[0]
-    powers = torch.arange(count - 1, 0, -1, dtype=torch.float64, device="cpu")
+    search, powers = _Search(present, dist, True), np.arange(present.numel() // 2 - 1.0, 0, -1)
+    starts = np.array([[multiplier], *([i / 10] for i in range(1, 10))])
+    constant = dist.quantization_variance(present).item() - search.shifted_variance(half(present[None]).numpy())[0]
 
-    def log_variance(p: Tensor) -> tuple[Tensor, Tensor]:
-        positive = powers_of(p.squeeze(-1), count)
-        shifted, gradient = search.shifted_variance(torch.cat([torch.zeros_like(p), positive], dim=-1))
+    def log_variance(p: Array) -> tuple[Array, Array]:
+        shifted, gradient = search.shifted_variance(np.concatenate([0 * p, p**powers, p**0], axis=-1))
         # Also the value to compare, because the logarithm keeps its order. The sum may round below zero.
-        variance = (shifted + constant).clamp(min=torch.finfo(torch.float64).tiny)
-        slope = (gradient * powers * p ** (powers - 1)).sum(dim=-1)
-        return variance, (slope / variance).unsqueeze(-1)
+        variance = np.maximum(shifted + constant, np.finfo(np.float64).tiny)
+        slope = (gradient * powers * p ** (powers - 1)).sum(-1)
+        return variance, (slope / variance)[:, None]
 
-    found = torch.cat([_descend(starts, log_variance, _multiplier_step, MULTIPLIER_RATE), starts])
-    candidates = exponential_levels(bits, found.squeeze(-1), zero)
-    return found[torch.argmin(dist.quantization_variance(candidates))].item()
+    found = np.concatenate([_descend(starts, log_variance, _multiplier_step, MULTIPLIER_RATE), starts])[:, 0]
+    return float(found[search.best(exponential_levels(bits, torch.from_numpy(found), zero))])
 
 
-def _multiplier_step(p: Tensor, step: Tensor) -> Tensor:
-    return (p - step.clamp(-LONGEST_STEP, LONGEST_STEP)).clamp(SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER)
+def _multiplier_step(p: Array, step: Array) -> Array:
+    return np.clip(p - np.clip(step, -LONGEST_STEP, LONGEST_STEP), SMALLEST_MULTIPLIER, LARGEST_MULTIPLIER)
 
 
 def _descend(
-    x: Tensor,
-    evaluate: Callable[[Tensor], tuple[Tensor, Tensor]],
-    move: Callable[[Tensor, Tensor], Tensor],
+    x: Array,
+    evaluate: Callable[[Array], tuple[Array, Array]],
+    move: Callable[[Array, Array], Array],
     rate: float,
     num_steps: int = 50,
-) -> Tensor:
+) -> Array:
     """Gradient descent of every row of x. A row whose value would not decrease does not move and halves its rate."""
-    rates = torch.full_like(x[..., :1], rate)
+    rates = np.full_like(x[:, :1], rate)
     value, gradient = evaluate(x)
     for _ in range(num_steps):
         trial = move(x, rates * gradient)
         trial_value, trial_gradient = evaluate(trial)
-        falls = (trial_value < value).unsqueeze(-1)
-        x, gradient = torch.where(falls, trial, x), torch.where(falls, trial_gradient, gradient)
-        value, rates = torch.where(falls.squeeze(-1), trial_value, value), torch.where(falls, rates, rates / 2)
+        falls = trial_value < value
+        x, gradient = np.where(falls[:, None], trial, x), np.where(falls[:, None], trial_gradient, gradient)
+        value, rates = np.where(falls, trial_value, value), np.where(falls[:, None], rates, rates / 2)
     return x

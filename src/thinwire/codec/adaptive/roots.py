@@ -4,16 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-import torch
-from torch import Tensor
+import numpy as np
+
+from .cdf_integral import Array
 
 NEWTON_STEPS = 20
 MAX_STEPS = 150
 
 
 def increasing_root(
-    function: Callable[[Tensor], tuple[Tensor, Tensor]], start: Tensor, low: Tensor, high: Tensor, tolerance: Tensor
-) -> Tensor:
+    evaluate: Callable[[Array], Array],
+    function: Callable[[Array], tuple[Array, Array]],
+    points: Array,
+    low: Array,
+    high: Array,
+    tolerance: Array,
+) -> Array:
     """Solve `f(x) = 0` elementwise for f increasing on `[low, high]`.
 
     A Newton step that would leave the bracket, or that has no slope to go by, becomes a bisection; after 20 steps every
@@ -21,26 +27,29 @@ def increasing_root(
     is returned unchanged.
 
     Args:
-        function: gives `(f(x), f'(x))`, `f' >= 0`.
-        start, low, high: tensors of one shape, `low <= start <= high`.
+        evaluate: what f is computed from; gives `[m, n]` for `[n]` numbers x, and x itself in its first row. It takes nearly
+            all of the time, and is not called again for roots that are found.
+        function: gives `(f(x), f'(x))`, `f' >= 0`, for such points.
+        points: those of the start, `low <= points[0] <= high`. They are overwritten.
+        low, high: of the shape of x.
         tolerance: on `|f|`; broadcasts.
 
     Returns:
-        The roots; an end of the bracket where f keeps its sign.
+        The points of the roots; of an end of the bracket where f keeps its sign.
     """
-    x = start
-    for step in range(MAX_STEPS):
-        value, slope = function(x)
-        done = (value.abs() <= tolerance) | (high <= low)
-        if done.all():
-            break
-        low, high = torch.where(value < 0, x, low), torch.where(value > 0, x, high)
-        middle = low + (high - low) / 2
-        newton = x - value / slope  # without slope it is infinite or NaN, and fails the comparison below
-        usable = (newton > low) & (newton < high)
-        if step >= NEWTON_STEPS and step % 2:
-            usable = torch.zeros_like(usable)
-        x = torch.where(done, x, torch.where(usable, newton, middle))
-        stuck = (middle <= low) | (middle >= high)  # neighbouring floats: nothing lies between
-        high = torch.where(stuck, low, high)
-    return x
+    with np.errstate(divide="ignore", invalid="ignore"):
+        for step in range(MAX_STEPS):
+            x, (value, slope) = points[0], function(points)
+            below = value < 0
+            low, high = np.where(below, x, low), np.where(below, high, x)
+            middle = (low + high) / 2
+            # Between neighbouring floats nothing lies.
+            moves = (np.abs(value) > tolerance) & (low < middle) & (middle < high)
+            if not moves.any():
+                break
+            newton = x - value / slope  # without slope it is infinite or NaN, and fails the comparison below
+            usable = (newton > low) & (newton < high)
+            if step >= NEWTON_STEPS and step % 2:
+                usable[...] = False
+            points[:, moves] = evaluate(np.where(usable, newton, middle)[moves])
+    return points
