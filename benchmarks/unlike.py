@@ -2,7 +2,7 @@
 
     python benchmarks/unlike.py [--steps N] [--alike] [--only TEXT]
 
-Two processes train a network for the digits and send everything that thinwire sends; the second one computes without AVX, as an
+Two processes train a network for the digits over connections of their own; the second one computes without AVX, as an
 old processor does. Prints, per method and type of the parameters, the distance |x_0 - x_1| / |x_0| of the workers' parameters
 x_0 and x_1 after 100 steps, 1,000, and so on, and the test accuracy of each: a table for docs/anywhere.md. With --alike both
 processes compute in the same way, and all distances must be zero.

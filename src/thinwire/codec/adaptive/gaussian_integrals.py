@@ -48,7 +48,7 @@ def spread(a: Tensor, b: Tensor, mean: Tensor, std: Tensor) -> Tensor:
     """The integral over `[a, b]` of `(b-r)(r-a) exp(-(r-mean)^2/(2 std^2))`; all arguments broadcast.
 
     Args:
-        a, b: ends of the intervals, `a <= b`.
+        a, b: ends of the intervals, `a <= b`, of one shape.
         mean, std: of the normal kernel; `std > 0`.
 
     Returns:
