@@ -15,6 +15,7 @@ import json
 import os
 import subprocess
 import sys
+from datetime import timedelta
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -31,7 +32,6 @@ from thinwire.lab.train.models import DigitsNet
 
 WITHOUT_AVX = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
 BATCH_SIZE, SEED = 16, 0
-TYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 METHODS = (
     ("Gradients(Mean())", "SGD", "float32"),
     ("Gradients(Mean(TopK(0.01), ErrorFeedback()))", "SGD", "float32"),
@@ -54,17 +54,18 @@ def measured_at(steps: int) -> list[int]:
 def work(rank: str, folder: str, steps: str, strategy: str, optimizer: str, dtype: str) -> None:
     """One worker; the first one writes the distances and accuracies into the folder."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/group", rank=int(rank), world_size=2)
+    meeting, limit = f"file://{folder}/group", timedelta(minutes=2)
+    dist.init_process_group("gloo", init_method=meeting, timeout=limit, rank=int(rank), world_size=2)
     torch.manual_seed(SEED)
-    model = DigitsNet(width=16).build().to(TYPES[dtype])
-    sgd, adamw = torch.optim.SGD, torch.optim.AdamW
-    made = sgd(model.parameters(), 0.02, 0.9) if optimizer == "SGD" else adamw(model.parameters(), 1e-3)
+    model = DigitsNet(width=16).build().to(getattr(torch, dtype))
+    settings = {"SGD": {"lr": 0.02, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}[optimizer]
+    made = getattr(torch.optim, optimizer)(model.parameters(), **settings)
     tw.attach(model, made, strategy, seed=SEED)
     distances = list[float]()
     batches = digit_batches(int(rank), 2, SEED, epochs=int(steps), batch_size=BATCH_SIZE)
     for step, ((images,), labels) in enumerate(islice(batches, int(steps)), 1):
         made.zero_grad()
-        loss_of(model, (images.to(TYPES[dtype]),), labels).backward()
+        loss_of(model, (images.to(getattr(torch, dtype)),), labels).backward()
         made.step()
         if step in measured_at(int(steps)):
             mine, other = gathered(nn.utils.parameters_to_vector(model.parameters()).detach().double())
@@ -100,8 +101,10 @@ def main() -> None:
     parser.add_argument("--only", default="", metavar="TEXT", help="methods that contain it")
     options = parser.parse_args()
     chosen = [method for method in METHODS if options.only in method[0]]
-    if not chosen or options.steps < 1:
-        raise ValueError(f"no method contains {options.only!r}" if options.steps > 0 else "--steps must be 1 or more")
+    if not chosen:
+        raise ValueError(f"no method contains {options.only!r}")
+    if options.steps < 1:
+        raise ValueError("--steps must be 1 or more")
     names = [f"{step:,} steps" for step in measured_at(options.steps)]
     print("\n".join(table_head(["method", "optimizer", "parameters", *names, "test accuracy"])), flush=True)
     for method in chosen:

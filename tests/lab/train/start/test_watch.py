@@ -10,7 +10,7 @@ import socket
 import sys
 import threading
 import time
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -246,13 +246,12 @@ def failing_worker(folder, told):
             time.sleep(0.01)
             report_failure(store, folder, 1, RuntimeError("connection closed by peer"))
 
-    with ExitStack() as stack:
-        stack.enter_context(patch.multiple(worker, connected=connected, connected_store=lambda *_: store))
-        stack.enter_context(
-            patch.object(worker.loop, "run", side_effect=OSError(28, "No space left on device", "shared.pt"))
-        )
-        stack.enter_context(patch.object(os, "_exit", side_effect=SystemExit))
-        stack.enter_context(pytest.raises(SystemExit))
+    with (
+        patch.multiple(worker, connected=connected, connected_store=lambda *_: store),
+        patch.object(worker.loop, "run", side_effect=OSError(28, "No space left on device", "shared.pt")),
+        patch.object(os, "_exit", side_effect=SystemExit),
+        pytest.raises(SystemExit),
+    ):
         worker.work(0, RunConfig("digits"), folder, 0, (), None, False)
     told.send((known, *(int(store.get(f"failed/{number}").split()[0]) for number in (0, 1))))
 
