@@ -2,9 +2,10 @@
 
     python benchmarks/unlike.py [--steps N] [--alike] [--only TEXT]
 
-Two processes train a network for the digits over connections of their own; the second one computes without AVX, as an
-old processor does. Prints, per method and type of the parameters, the distance |x_0 - x_1| / |x_0| of the workers' parameters
-x_0 and x_1 after 100 steps, 1,000, and so on, and the test accuracy of each: a table for docs/anywhere.md. With --alike both
+Three processes train a network for the digits over connections of their own; the last one computes without AVX, as an
+old processor does. Prints, per method and type of the parameters, the distance |x_0 - x_2| / |x_0| of the parameters of
+the first and the last worker after 100 steps, 1,000, and so on, and the test accuracy of each: a table for docs/anywhere.md.
+Parameters are those after the last round: between the rounds of local updates each worker has its own. With --alike all
 processes compute in the same way, and all distances must be zero.
 """
 
@@ -30,7 +31,15 @@ from torch import nn
 import thinwire as tw
 from thinwire.lab.train.models import DigitsNet
 
-WITHOUT_AVX = {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2"}
+# For PyTorch, its libraries, NumPy and the C library.
+WITHOUT_AVX = {
+    "ATEN_CPU_CAPABILITY": "default",
+    "ONEDNN_MAX_CPU_ISA": "SSE41",
+    "MKL_ENABLE_INSTRUCTIONS": "SSE4_2",
+    "NPY_DISABLE_CPU_FEATURES": "X86_V3 X86_V4 AVX512_ICL AVX512_SPR",
+    "GLIBC_TUNABLES": "glibc.cpu.hwcaps=-AVX,-AVX2,-FMA,-AVX512F",
+}
+WORKERS = 3  # with two, the weight of 1/2 would be exact
 BATCH_SIZE, SEED = 16, 0
 METHODS = (
     ("Gradients(Mean())", "SGD", "float32"),
@@ -55,38 +64,39 @@ def work(rank: str, folder: str, steps: str, strategy: str, optimizer: str, dtyp
     """One worker; the first one writes the distances and accuracies into the folder."""
     torch.set_num_threads(1)
     meeting, limit = f"file://{folder}/group", timedelta(minutes=2)
-    dist.init_process_group("gloo", init_method=meeting, timeout=limit, rank=int(rank), world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, timeout=limit, rank=int(rank), world_size=WORKERS)
     torch.manual_seed(SEED)
     model = DigitsNet(width=16).build().to(getattr(torch, dtype))
     settings = {"SGD": {"lr": 0.02, "momentum": 0.9}, "AdamW": {"lr": 1e-3}}[optimizer]
     made = getattr(torch.optim, optimizer)(model.parameters(), **settings)
     tw.attach(model, made, strategy, seed=SEED)
     distances = list[float]()
-    batches = digit_batches(int(rank), 2, SEED, epochs=int(steps), batch_size=BATCH_SIZE)
+    batches = digit_batches(int(rank), WORKERS, SEED, epochs=int(steps), batch_size=BATCH_SIZE)
     for step, ((images,), labels) in enumerate(islice(batches, int(steps)), 1):
         made.zero_grad()
         loss_of(model, (images.to(getattr(torch, dtype)),), labels).backward()
         made.step()
         if step in measured_at(int(steps)):
-            mine, other = gathered(nn.utils.parameters_to_vector(model.parameters()).detach().double())
-            distances.append(((mine - other).norm() / mine.norm()).item())
+            first, last = gathered(nn.utils.parameters_to_vector(model.parameters()).detach().double())
+            distances.append(((first - last).norm() / first.norm()).item())
     accuracies = [x.item() for x in gathered(torch.tensor(digit_accuracy(model.float())))]
     if rank == "0":
         Path(folder, "result.json").write_text(json.dumps([distances, accuracies]))
 
 
 def gathered(x: torch.Tensor) -> list[torch.Tensor]:
-    """Those of both workers."""
-    both = [torch.empty_like(x) for _ in range(2)]
-    dist.all_gather(both, x)
-    return both
+    """Those of the first and the last worker."""
+    all_of_them = [torch.empty_like(x) for _ in range(WORKERS)]
+    dist.all_gather(all_of_them, x)
+    return [all_of_them[0], all_of_them[-1]]
 
 
 def measure(steps: int, alike: bool, method: tuple[str, str, str]) -> tuple[list[float], list[float]]:
-    """The distances, and the accuracies of the two workers in per cent."""
+    """The distances, and the accuracies of the first and the last worker in per cent."""
     with TemporaryDirectory() as folder:
         processes = []
-        for rank, variables in enumerate(({}, {} if alike else WITHOUT_AVX)):
+        for rank in range(WORKERS):
+            variables = WITHOUT_AVX if rank == WORKERS - 1 and not alike else {}
             command = [sys.executable, __file__, "work", str(rank), folder, str(steps), *method]
             processes.append(subprocess.Popen(command, env=os.environ | variables))
         if any([process.wait() for process in processes]):

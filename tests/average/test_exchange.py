@@ -107,7 +107,7 @@ def simulated_scatter_reduce(codec, memory, size, num_steps):
             if len(shape) < 2:
                 total = torch.zeros_like(own[0])
                 for g in own:
-                    total.add_(g, alpha=1.0 / size)
+                    total.add_(g * (1.0 / size))
                 result[name] = total.view(shape)
                 continue
             x = [g + e[name] if memory else g for g, e in zip(own, first, strict=True)]
@@ -149,7 +149,7 @@ def simulated_hierarchical(codec, memory, size, nodes, num_steps):
                 for g in own[1:]:
                     total += g
                 if not encoded:
-                    result[name].add_(total, alpha=1.0 / size)
+                    result[name].add_(total * (1.0 / size))
                     continue
                 lost = torch.zeros(shape)
                 payload = codec.encode(total / nodes, key(name, node * nodes, 0, step), lost)

@@ -127,7 +127,7 @@ def rounds_by_hand(comm, steps, every):
     model = Quadratic()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     anchors = [(f"layers.{i}", nn.Parameter(p.detach().clone())) for i, p in enumerate(model.layers)]
-    outer = torch.optim.SGD([a for _, a in anchors], lr=0.7, momentum=0.9, nesterov=True)
+    outer = tw.OuterSGD()([a for _, a in anchors])
     state = SPARSE.init(anchors, comm, 0)
     for step in range(steps):
         model.set_gradients(comm.rank, step)

@@ -25,6 +25,22 @@ def nesterov(parameters):
     return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
 
 
+@pytest.mark.parametrize(("momentum", "is_nesterov"), [(0.9, True), (0.9, False), (0.0, False)])
+def test_outer_sgd_is_pytorch_s_but_for_rounding(momentum, is_nesterov):
+    gradients, ends = torch.randn(5, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(0)), []
+    for make in (
+        tw.OuterSGD(0.7, momentum, is_nesterov),
+        lambda anchors: torch.optim.SGD(anchors, lr=0.7, momentum=momentum, nesterov=is_nesterov),
+    ):
+        anchor = nn.Parameter(torch.ones(30, dtype=torch.float64))
+        optimizer = make([anchor])
+        for gradient in gradients:
+            anchor.grad = gradient.clone()
+            optimizer.step()
+        ends.append(anchor.detach())
+    torch.testing.assert_close(*ends, rtol=1e-14, atol=1e-14)
+
+
 def make_model(seed=0):
     """The same for the same seed, also where threads build models at the same time."""
     model, generator = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3)), torch.Generator().manual_seed(seed)

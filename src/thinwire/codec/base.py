@@ -19,6 +19,9 @@ Sections. A payload is one or more sections, such as all scales and then all cod
 segments in their order. Where `section_nbytes` tells their sizes, one call of `encode` serves several receivers:
 `split_payload` makes of its payload what a call with the segments of one receiver alone gives.
 
+Bits. A payload adds the same bits everywhere, so decoders round after each operation, as `out.add_(values * weight)` does;
+`out.add_(values, alpha=weight)` rounds once on some processors. Products of matrices alone depend on the machine.
+
 Residual. Where `residual` is given, `x - decode(encode(x))` is written into it in the same pass. It is a contiguous
 float32 tensor with as many elements as `x`. It may be `x` itself, which then holds the residual afterwards.
 

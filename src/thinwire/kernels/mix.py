@@ -1,4 +1,4 @@
-"""The weighted differences to other workers' values, added to values as they are now."""
+"""A multiple of a vector, and weighted differences to other vectors, added to values as they are now."""
 
 from __future__ import annotations
 
@@ -14,9 +14,15 @@ from .reduce import finite
 
 
 def add(
-    outs: Sequence[Tensor], own: Tensor, theirs: Sequence[Tensor], weights: Sequence[float], own_weight: float = 0.0
+    outs: Sequence[Tensor],
+    own: Tensor,
+    theirs: Sequence[Tensor] = (),
+    weights: Sequence[float] = (),
+    own_weight: float = 0.0,
 ) -> Flag:
     """`outs += own_weight own + sum_k weights[k] (theirs[k] - own)`, added in this order, in one pass over memory.
+
+    It rounds after each operation, as all kernels do; PyTorch's `add_(own, alpha=own_weight)` rounds once on some processors.
 
     Args:
         outs: segments of float32, changed.

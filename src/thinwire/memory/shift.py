@@ -68,7 +68,7 @@ class Shift(Memory):
         if encoded:
             difference = mean.reshape(-1) / scale
             # Not in place: a discarded round must leave h as it was.
-            state.pending_mean[name] = torch.add(state.mean[name], difference, alpha=self.rate)
+            state.pending_mean[name] = state.mean[name] + difference * self.rate
             mean.copy_(((state.mean[name] + difference) * scale).view_as(mean))
 
     def commit(self, state: ShiftState) -> None:

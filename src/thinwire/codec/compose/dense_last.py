@@ -76,9 +76,7 @@ class DenseLast(Wrapper):
         size = self.codec.segments_nbytes([body.numel() for body in bodies])
         self.codec.decode_add_segments(payload[:size], bodies, weight, keys)
         # The tail may start at any address, so this may copy.
-        values = kernels.payload_as(payload[size:], torch.float32)
-        for tail, value in zip(tails, values.split([tail.numel() for tail in tails]), strict=True):
-            tail.add_(value, alpha=weight)
+        kernels.mix.add(tails, kernels.payload_as(payload[size:], torch.float32), own_weight=weight)
 
     def segments_nbytes(self, sizes: list[int]) -> int:
         whole = [self._whole(n) for n in sizes]

@@ -206,7 +206,7 @@ class Transformed(Wrapper):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         for out, part in zip(outs, self._decode(payload, [o.shape for o in outs], keys), strict=True):
-            out.add_(part, alpha=weight)
+            kernels.mix.add([out.flatten()], part.flatten(), own_weight=weight)
 
     def decode_mean(
         self, payloads: Sequence[Tensor], out: Tensors, weight: float = 1.0, key: Keys | None = None

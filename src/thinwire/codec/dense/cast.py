@@ -35,9 +35,7 @@ class Identity(Codec):
         return payload
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
-        values = kernels.payload_as(payload, torch.float32)
-        for out, part in zip(outs, values.split([o.numel() for o in outs]), strict=True):
-            out.add_(part, alpha=weight)
+        kernels.mix.add(outs, kernels.payload_as(payload, torch.float32), own_weight=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return 4 * sum(numels)

@@ -88,7 +88,7 @@ class LowRank(Codec):
 
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         for out, product in zip(outs, self._products(payload, outs), strict=True):
-            out.add_(product, alpha=weight)
+            kernels.mix.add([out.flatten()], product.flatten(), own_weight=weight)
 
     def _products(self, payload: Tensor, like: Sequence[Tensor]) -> Iterator[Tensor]:
         """What a payload holds, one matrix after the other."""

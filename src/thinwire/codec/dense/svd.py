@@ -69,7 +69,7 @@ class SVD(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         parts = kernels.payload_as(payload, torch.float32).split([self._count(o.shape) for o in outs])
         for part, out in zip(parts, outs, strict=True):
-            out.add_(self._decode_one(part, out.shape), alpha=weight)
+            kernels.mix.add([out.flatten()], self._decode_one(part, out.shape).flatten(), own_weight=weight)
 
     def segments_nbytes(self, shapes: list[torch.Size]) -> int:
         return 4 * sum(map(self._count, shapes))

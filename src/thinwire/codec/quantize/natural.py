@@ -52,7 +52,7 @@ class NaturalCompression(Codec):
     def decode_add_segments(self, payload: Tensor, outs: list[Tensor], weight: float, keys: list[int]) -> None:
         parts = payload.split([kernels.words.nbytes(out.numel(), _BITS) for out in outs])
         for out, part in zip(outs, parts, strict=True):
-            out.add_(_values(kernels.words.decode(part, [out.numel()], _BITS)), alpha=weight)
+            kernels.mix.add([out], _values(kernels.words.decode(part, [out.numel()], _BITS)), own_weight=weight)
 
     def segments_nbytes(self, numels: list[int]) -> int:
         return sum(kernels.words.nbytes(n, _BITS) for n in numels)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ...algorithm import Algorithm
@@ -19,7 +20,7 @@ class OuterSGD(Algorithm):
 
         v <- momentum v + g;   anchor <- anchor - lr (g + momentum v);   or anchor - lr v without Nesterov
 
-    With `lr=1.0, momentum=0.0` it is plain averaging.
+    With `lr=1.0, momentum=0.0` it is plain averaging. Steps have the same bits on all processors.
 
     Args:
         lr: outer learning rate; higher => larger outer steps.
@@ -50,6 +51,28 @@ class OuterSGD(Algorithm):
 
     def __call__(self, anchors: Iterable[nn.Parameter]) -> Optimizer:
         """An optimizer over these parameters."""
-        # PyTorch's SGD refuses Nesterov without momentum.
-        nesterov = self.nesterov and self.momentum > 0
-        return torch.optim.SGD(anchors, lr=self.lr, momentum=self.momentum, nesterov=nesterov)
+        return PortableSGD(anchors, {"lr": self.lr, "momentum": self.momentum, "nesterov": self.nesterov})
+
+
+class PortableSGD(Optimizer):
+    """The optimizer of `OuterSGD`; it rounds after each operation.
+
+    `torch.optim.SGD` adds a multiple of a tensor with one rounding where the processor can, and with two elsewhere.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are for optimizers that evaluate
+        """Apply the gradients of those anchors that have one."""
+        for group in self.param_groups:
+            for anchor in group["params"]:
+                if anchor.grad is not None:
+                    anchor.sub_(self._change(anchor, anchor.grad, group["lr"], group["momentum"], group["nesterov"]))
+
+    def _change(self, anchor: Tensor, gradient: Tensor, lr: float, momentum: float, nesterov: bool) -> Tensor:
+        if not momentum:
+            return gradient * lr
+        state = self.state[anchor]
+        if not state:
+            state["momentum_buffer"] = torch.zeros_like(anchor)
+        velocity: Tensor = state["momentum_buffer"].mul_(momentum).add_(gradient)
+        return (velocity * momentum).add_(gradient).mul_(lr) if nesterov else velocity * lr

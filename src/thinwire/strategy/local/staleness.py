@@ -165,8 +165,8 @@ class DelayedNesterovSGD(Optimizer):
             state |= {"changes": 0, "sum": torch.zeros_like(anchor), "momentum": torch.zeros_like(anchor)}
         state["changes"] += 1
         state["sum"].add_(anchor.grad)
-        anchor.sub_(anchor.grad, alpha=lr / period)
+        anchor.sub_(anchor.grad * (lr / period))
         if state["changes"] % period == 0:
-            state["momentum"].mul_(momentum).add_(state["sum"], alpha=1.0 / period)
-            anchor.sub_(state["momentum"], alpha=lr * momentum)
+            state["momentum"].mul_(momentum).add_(state["sum"] * (1.0 / period))
+            anchor.sub_(state["momentum"] * (lr * momentum))
             state["sum"].zero_()

@@ -475,7 +475,7 @@ def add_dense(messages: Sequence[Tensor], total: Tensor, weight: float) -> list[
     """Add the dense vector of each message, times `weight`, to `total` in their order; returns their payloads."""
     parts = [unpack(message, total.numel()) for message in messages]
     for dense, _ in parts:
-        total.add_(dense, alpha=weight)
+        kernels.mix.add([total], dense, own_weight=weight)
     return [payload for _, payload in parts]
 
 
