@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from pathlib import Path
 
 import pytest
 from helpers.command import TORCHRUN, python, thinwire
@@ -60,6 +61,18 @@ def test_what_ends_the_workers_is_said_without_a_traceback(tmp_path):
     run = thinwire("doctor", "--workers", 2, *QUICK, "--transport", "gloo", "--timeout", "0.001", cwd=tmp_path)
     assert run.returncode == 1 and "could not connect with the others" in run.stderr, run.stderr
     assert "Traceback" not in run.stderr
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
+def test_a_full_disk_is_no_firewall(tmp_path):
+    """Rank 1 said that it could not connect with the others."""
+    full = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "
+    program = full + "from thinwire.lab.cli import main; sys.exit(main())"
+    run = python("-c", program, "doctor", "--workers", 2, *QUICK, cwd=tmp_path)
+    assert (run.returncode, run.stderr) == (
+        1,
+        "thinwire: cannot write the output: No space left on device; free some space\n",
+    )
 
 
 def test_workers_of_a_launcher_print_one_diagnosis(tmp_path):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -18,8 +21,10 @@ from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
 from ...comm.store import connected_store, gathering
 from ...comm.transport import Transport, connect
+from ..output import drop
 
 CPU = torch.device("cpu")
+OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
@@ -35,6 +40,7 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
 
     Raises:
         ValueError: that of a worker.
+        OSError: that of a worker whose output nobody reads, or no disk holds.
         SystemExit: a worker has ended with exit code 1, after it has said why.
     """
     from ..train.start.connect import loopback_store
@@ -42,13 +48,15 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
     if "RANK" in os.environ:
         return work(task)
     store = loopback_store(0)
+    logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each worker that it ends
     method = worker_context([parent_death.__name__, __name__, *preloaded]).get_start_method()
     try:
         torch.multiprocessing.start_processes(_started, (work, task, workers, store.port), workers, start_method=method)
     except torch.multiprocessing.ProcessExitedException as end:
         mistake = f"mistake/{end.error_index}"
         if store.check([mistake]):
-            raise ValueError(store.get(mistake).decode()) from None
+            arguments = json.loads(store.get(mistake))
+            raise (OSError if len(arguments) > 1 else ValueError)(*arguments) from None
         if end.exit_code == 1:
             sys.exit(1)
         raise
@@ -64,8 +72,14 @@ def _started(rank: int, work: Callable[[Any], Any], task: Any, workers: int, por
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's own name need not resolve
     try:
         work(task)
-    except ValueError as error:
-        connected_store(LOOPBACK, port, timedelta(minutes=1)).set(f"mistake/{rank}", str(error))
+    except (ValueError, OSError) as error:
+        arguments: list[Any] = [str(error)]
+        if isinstance(error, OSError):
+            if error.errno not in OF_OUTPUT:
+                raise
+            drop(1)
+            arguments = [error.errno, error.strerror]
+        connected_store(LOOPBACK, port, timedelta(minutes=1)).set(f"mistake/{rank}", json.dumps(arguments))
         sys.exit(2)
 
 

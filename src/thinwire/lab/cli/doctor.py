@@ -115,13 +115,13 @@ def examine_all(asked: Doctor) -> None:
     from ..bench.workers import joined, meeting
 
     hosts: list[Host] = []
-    effort, rank = asked.effort, int(os.environ["RANK"])
+    effort, rank, size = asked.effort, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == 0 and size > 1:
+        print(f"The measurement {effort.announced(size)}.", flush=True)
     try:
         store = meeting(asked.timeout)
-        hosts = _exchange_hosts(store, rank, int(os.environ["WORLD_SIZE"]), lambda: this_host(True, asked.speed))
+        hosts = _exchange_hosts(store, rank, size, lambda: this_host(True, asked.speed))
         with joined(store, transport=asked.transport, timeout_seconds=asked.timeout) as comm:
-            if rank == 0 and comm.size > 1:
-                print(f"The measurement {effort.announced(comm.size)}.", flush=True)
             # Where large packets are lost on the way, connections are lost now, and not while lines are measured.
             comm.all_gather(torch.zeros(FIRST_BYTES, dtype=torch.uint8)).wait()
             lines = measure_lines(comm, effort) if comm.size > 1 else None
