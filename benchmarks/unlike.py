@@ -48,6 +48,7 @@ METHODS = (
     ("Gradients(Mean())", "AdamW", "float32"),
     ("Gradients(Mean(QSGD(bits=4)))", "AdamW", "float32"),
     ("Local(Mean(QSGD(bits=4)), every=10, outer=OuterSGD(0.7))", "AdamW", "float32"),
+    ("Local(PowerSGD(rank=8), every=10, outer=OuterSGD(0.7))", "AdamW", "float32"),
     ("Gradients(Mean())", "SGD", "bfloat16"),
     ("Gradients(Mean())", "AdamW", "bfloat16"),
     ("Gradients(Mean(QSGD(bits=4)))", "AdamW", "bfloat16"),
@@ -106,7 +107,7 @@ def measure(steps: int, alike: bool, method: tuple[str, str, str]) -> tuple[list
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=10_000)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--alike", action="store_true", help="both processes compute in the same way")
     parser.add_argument("--only", default="", metavar="TEXT", help="methods that contain it")
     options = parser.parse_args()

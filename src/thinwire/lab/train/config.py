@@ -124,7 +124,7 @@ class RunConfig:
     """With lighthouse: number of this start's first worker; it must differ between machines by their numbers of workers."""
     check_every: int = _whole(100, least=0)
     """With elastic: every so many rounds, and after the first, workers compare a hash of what they have in common. Give 0,
-    which never compares, if machines compute differently."""
+    which never compares, if machines compute differently under another strategy than Local."""
 
     network: str | None = None
     """Also count virtual seconds: those of the steps on a modelled network of RATE,LATENCY, such as "1gbit,0.5ms"."""
