@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -366,20 +367,41 @@ def test_decoders_refuse_a_payload_of_the_wrong_size():
         kernels.indices.decode(short, [1], [1000])
 
 
-def test_counts_and_thresholds_are_checked():
-    for counts in ([4], [-1], [1, 1]):
-        with pytest.raises(ValueError, match="counts"):
-            kernels.select.topk([torch.ones(3)], counts)
-    for threshold in (-1.0, math.nan):
-        with pytest.raises(ValueError, match="thresholds"):
-            kernels.select.above([torch.ones(3)], [threshold])
-    with pytest.raises(ValueError, match="indices"):
-        kernels.scatter.write([torch.ones(3)], torch.zeros(1, dtype=torch.int32), torch.ones(1), [2])
-    one, out = torch.zeros(1, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
-    with pytest.raises(ValueError, match=r"^words: expected 2 elements \(the sum of counts\), got 1"):
-        kernels.words.encode(one, [2], 4, out)
-    with pytest.raises(ValueError, match=r"^values: expected 1 elements \(the sum of counts\), got 2"):
-        kernels.scatter.write([torch.ones(3)], one, torch.ones(2), [1])
+def test_arguments_out_of_range_are_named():
+    xs, one, two = [torch.ones(3)], torch.zeros(1, dtype=torch.int32), torch.ones(2)
+    ternary, out = kernels.ternary.Ternary(), torch.zeros(1, dtype=torch.uint8)
+    for message, call in {
+        "counts[0]: expected 0 to 3": lambda: kernels.select.topk(xs, [4]),
+        "counts[0]: expected 0 to 3 (the": lambda: kernels.select.topk(xs, [-1]),
+        "counts: expected one per segment (1)": lambda: kernels.select.topk(xs, [1, 1]),
+        "count: expected 0 to 2": lambda: kernels.select.topk_in_chunks(xs, 2, 3, [1]),
+        "last_counts: expected one per segment": lambda: kernels.select.topk_in_chunks(xs, 2, 1, []),
+        "thresholds[0]: expected a number >= 0, got -1.0": lambda: kernels.select.above(xs, [-1.0]),
+        "thresholds[0]: expected a number >= 0, got nan": lambda: kernels.select.above(xs, [math.nan]),
+        "indices: expected 2 elements": lambda: kernels.scatter.write(xs, one, torch.ones(1), [2]),
+        "values: expected 1 elements (the sum of counts), got 2": lambda: kernels.scatter.write(xs, one, two, [1]),
+        "indices: expected at least one payload": lambda: kernels.scatter.total(xs, [], [], [], 1.0),
+        "words: expected 2 elements (the sum of counts), got 1": lambda: kernels.words.encode(one, [2], 4, out),
+        "bits: expected 0 to 31, got 32": lambda: kernels.words.encode(one, [1], 32, out),
+        "dtype: expected one of": lambda: kernels.cast.nbytes([3], "float32"),
+        "segment 0: expected 0 to 2147483647 elements": lambda: kernels.sign.nbytes([2**31]),
+        "payloads: expected at least one": lambda: kernels.sign.decode_sum([], xs, 1.0),
+        "payload: expected a multiple of 4 bytes": lambda: kernels.payload_as(out, torch.float32),
+        "chunk: expected at least 1, got 0": lambda: kernels.reduce.chunk_norms(xs, 0),
+        "base: expected an odd number from 3 on": lambda: kernels.ternary.Ternary(base=4),
+        "clip: expected a number above 0, got nan": lambda: kernels.ternary.scales(xs, math.nan),
+        "scales: expected one for each of 1 buckets, got 2": lambda: kernels.ternary.decode_add(
+            out, two, xs, 1.0, ternary
+        ),
+        "scales: expected one tensor for each of 1 payloads": lambda: kernels.ternary.decode_sum(
+            [out], [], xs, 1.0, ternary
+        ),
+        "rows[0]: expected a divisor of the matrix's 3 elements, got 2": lambda: kernels.low_rank.products(
+            xs, [2], [], False
+        ),
+    }.items():
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+            call()
 
 
 def test_payloads_may_start_at_any_address():
