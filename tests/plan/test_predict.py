@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from collections import Counter
+from collections import Counter, defaultdict, deque
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,7 +49,8 @@ AVERAGERS = [
     tw.Mean(SPARSE, tw.ErrorFeedback(), exchange="all_gather", granularity="bucket"),
     tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather"),
     tw.Mean(tw.TopK(1.0), tw.MomentumCorrection(), exchange="all_gather"),
-    tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback(), exchange="all_gather"),
+    tw.Mean(tw.TopK(0.05), tw.MomentumCorrection(), exchange="all_gather", clip=tw.average.ClipValueByGlobalNorm()),
+    tw.Mean(tw.codec.SignNorm(), tw.ErrorFeedback(), exchange="all_gather", clip=tw.average.ClipByNorm(1.0)),
     tw.PowerSGD(rank=2),
     tw.average.Dion(rank=2),
     *(
@@ -84,6 +85,18 @@ def test_predicted_bytes_and_messages_are_those_of_a_real_run(averager):
             (alone,) = record(averager, SHAPES, [0], size=4, workers_per_node=2)
             # The model does not cut sums into whole elements.
             assert alone.bytes_out(Network(4)) == pytest.approx(ledger.bytes_sent, abs=4 * 4)
+
+
+def test_a_gather_of_unknown_sizes_is_recorded_as_it_runs():
+    def gather(comm):
+        comm.all_gather(torch.zeros(5), variable=True).wait()
+        return comm.ledger
+
+    comm = Recorder(1, 3)
+    comm.begin(defaultdict(deque))
+    assert gather(comm) == tw.LocalWorld(3).run(gather)[1]
+    sizes, tensors = (((2, n), (0, n)) for n in (8, 20))
+    assert comm.actions == [(PeerMessages(sizes, sizes), PeerMessages(tensors, tensors)), Wait(0)]
 
 
 @pytest.mark.parametrize("memory", [tw.ErrorFeedback(), tw.MomentumCorrection()], ids=repr)

@@ -236,3 +236,17 @@ def test_mistakes_are_named():
         tw.LocalWorld(4).run(lambda comm: TracedCommunicator(comm, Network(2)))
     with pytest.raises(ValueError, match="no common order"):
         seconds(lambda comm: comm.open_channel([1 - comm.rank]), 2)
+
+
+def test_a_message_from_before_the_start_stops_the_clock_on_all_workers():
+    def late(comm):
+        traced = TracedCommunicator(comm, Network(2))
+        if comm.rank == 0:
+            traced.exchange({1: torch.zeros(1)}, {}).wait()
+        traced.start(comm.reordered(range(2)))
+        if comm.rank == 1:
+            traced.exchange({}, {0: torch.zeros(1)}).wait()
+        with pytest.raises(ValueError, match="virtual clock stopped: a worker waits for a message that nobody sends"):
+            traced.virtual_seconds()
+
+    tw.LocalWorld(2).run(late)

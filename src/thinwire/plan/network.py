@@ -68,8 +68,8 @@ class Link:
         burst_bytes: what an idle line takes at once.
 
     Example:
-        >>> Link.of("1gbit", "0.1ms").seconds(125_000)
-        0.0011
+        >>> Link.of("1gbit", "0.1ms").bytes_per_second
+        125000000.0
     """
 
     bytes_per_second: float
@@ -87,10 +87,6 @@ class Link:
     def of(cls, rate: str, latency: str = "0s") -> Link:
         """A link from texts such as "1gbit" and "0.5ms"."""
         return cls(parse_rate(rate), parse_seconds(latency))
-
-    def seconds(self, num_bytes: float) -> float:
-        """Time of one message on an idle link."""
-        return self.latency_seconds + num_bytes / self.bytes_per_second + self.message_seconds
 
 
 @dataclass(frozen=True)

@@ -81,8 +81,6 @@ class Program:
 
     def bytes_out(self, network: Network, node: int = 0) -> float:
         """What it adds to the bytes that its node sends to other nodes."""
-        if network.nodes == 1:
-            return 0.0
         return sum(
             n
             for a in self.actions
@@ -281,7 +279,7 @@ class Recorder(Communicator):
         return self._note_messages(self._others([gathered[self.rank]] * self.size), self._others(gathered))
 
     def _start_gather_variable(self, tensor: Tensor, result: list[Tensor], limit: int) -> Callable[[], Any]:
-        result += [tensor] + [torch.empty_like(tensor) for _ in range(self.size - 1)]
+        result += [tensor] * self.size
         return self._note(gather_of_sizes(list(self._others(result)), tensor.nbytes))
 
     def _start_exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Callable[[], Any]:

@@ -108,8 +108,8 @@ class _QR(NamedTuple):
     R: Tensor
 
 
-def _norm(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
-    return _empty((), x.dtype) if dim is None else x.narrow(dim, 0, min(1, x.shape[dim]))
+def _norm(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: torch.dtype | None = None) -> Tensor:
+    return _empty((), dtype or x.dtype) if dim is None else x.narrow(dim, 0, min(1, x.shape[dim]))
 
 
 def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:

@@ -61,8 +61,8 @@ def sized(averager: Averager, actions: list[Any], workers_per_node: int) -> Aver
     for name, part in parts.items():
         if isinstance(part, Codec):
             changes[name] = SizedCodec(part, actions, adds)
-        elif isinstance(part, Clip):
-            changes[name] = None  # takes hardly any time, and reads values
+        elif isinstance(part, Clip) and not part.needs_norms:
+            changes[name] = None  # takes hardly any time, and sends nothing
         elif isinstance(part, Rule):  # it reads values; its own arithmetic is not part of the plan
             changes |= {name: None, "exchange": "all_gather"}
     return replace(late, **changes)
