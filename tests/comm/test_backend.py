@@ -113,16 +113,21 @@ def sums_noise(comm) -> list[torch.Tensor]:
     several = [x[:5].clone(), x[5:300_000].clone()]
     dist.all_reduce_coalesced(several, group=group)
     dist.reduce_scatter_tensor(part := torch.empty(300_000), x[: 300_000 * comm.size].clone(), group=group)
-    return [x, total, torch.cat(several), part]
+    parts = [torch.empty(1), torch.empty(100)]
+    with dist.distributed_c10d._coalescing_manager(group):
+        for one, whole in zip(parts, x[: 101 * comm.size].split([comm.size, 100 * comm.size]), strict=True):
+            dist.reduce_scatter_tensor(one, whole, group=group)
+    return [x, total, torch.cat(several), part, torch.cat(parts)]
 
 
 def test_sums_are_taken_in_rank_order():
     workers = spawn(3, sums_noise)
     total = workers[0][0] + workers[1][0] + workers[2][0]
-    for rank, (_, whole, several, part) in enumerate(workers):
+    for rank, (_, whole, several, part, parts) in enumerate(workers):
         assert torch.equal(whole, total)
         assert torch.equal(several, total[:300_000])
         assert torch.equal(part, total[300_000 * rank :][:300_000])
+        assert torch.equal(parts, torch.cat([total[rank : rank + 1], total[3 + 100 * rank :][:100]]))
 
 
 def sums_sparse(comm) -> list[torch.Tensor]:
@@ -167,6 +172,9 @@ def moves(comm, backend: str) -> list[torch.Tensor]:
         given = [x + 10 * other for other in range(size)] if rank == size - 1 else None
         dist.scatter(z := torch.zeros_like(x), given, size - 1, group=group)
         results += [y, *gathered, *(on_root or []), z]
+    lists = [[zeros(2), zeros(3)] for _ in range(size)]
+    dist.all_gather_coalesced(lists, [numbers(2), numbers(3, offset=10)], group)
+    results += [y for of_rank in lists for y in of_rank]
     dist.all_gather_into_tensor(whole := zeros(size * 3, 2), numbers(3, 2), group=group)
     dist.all_to_all(outputs := [zeros(2) for _ in range(size)], [numbers(2, offset=10 * r) for r in range(size)], group)
     dist.all_to_all_single(rows := zeros(size * (rank + 1), 2), numbers(sum(range(size + 1)), 2),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import ssl
 import threading
 import time
@@ -40,6 +41,17 @@ def test_a_worker_joins_with_a_token_once(tmp_path):
     admitted.close()
     with pytest.raises(ValueError, match="does not answer .* must wait there with: thinwire keys token"):
         keys.join(tmp_path / "c", token, "third")
+
+
+def test_who_was_revoked_before_stays_so(tmp_path):
+    first, *others = keys_of(tmp_path, "first", "second", "third")
+    for other in others:
+        listed = keys.Issuer(first.folder).revoke(other.name)
+    for other in others:
+        shutil.copy(listed, other.folder)
+        with pytest.raises(ValueError, match="its certificate was revoked"):
+            tw.Credentials(other.folder)
+    assert tw.Credentials(first.folder).name == "first"
 
 
 def test_one_secret_signs_once_though_many_use_it_at_the_same_time(tmp_path):
