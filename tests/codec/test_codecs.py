@@ -176,9 +176,14 @@ def test_cast_rounds_as_pytorch_does():
         (lambda: tw.chain(tw.TopK(0.1), tw.TopK(0.1)), "second link"),
         (lambda: tw.chain(tw.QSGD(bits=4), tw.codec.Rice()), "Rice codes the indices of a sparsifier"),
         (lambda: tw.chain(tw.RandomK(0.1), tw.codec.Rice()), "not those of RandomK"),
+        (
+            lambda: tw.chain(tw.TopK(0.1), tw.codec.Huffman(), tw.codec.Huffman()),
+            r"before it, and Huffman\(\) is no codec",
+        ),
         (lambda: tw.chain(tw.TopK(0.1, indices="auto"), tw.codec.Rice()), "not those of TopK"),
         (lambda: tw.TopK(0.1).encode(torch.arange(3)), "only float tensors"),
         (lambda: tw.TopK(0.1).encode([torch.ones(2)] * 2, [tw.codec.Key()]), "2 segments need as many keys"),
+        (lambda: tw.TopK(0.1).encode(torch.ones(2), residual=[]), "1 segments need as many residuals, got 0"),
         (
             lambda: tw.TopK(0.1).encode(torch.ones(2), residual=torch.ones(3)),
             "residual must be contiguous float32 of 2",

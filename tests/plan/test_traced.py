@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import thinwire as tw
+from thinwire.comm import Layout, laid_out
 from thinwire.plan import (
     Link,
     Method,
@@ -236,6 +237,8 @@ def test_mistakes_are_named():
         tw.LocalWorld(4).run(lambda comm: TracedCommunicator(comm, Network(2)))
     with pytest.raises(ValueError, match="no common order"):
         seconds(lambda comm: comm.open_channel([1 - comm.rank]), 2)
+    with pytest.raises(ValueError, match="TracedCommunicator has ranks that cannot change; leave layout out"):
+        seconds(lambda comm: laid_out(comm, Layout((1, 0))), 2)
 
 
 def test_a_message_from_before_the_start_stops_the_clock_on_all_workers():

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 from collections import Counter
+from functools import reduce
 from types import SimpleNamespace
 
 import pytest
@@ -21,7 +22,7 @@ from thinwire.comm.elastic.claims import Claim
 from thinwire.comm.elastic.healing import ROUNDS, TRIES, Healing
 from thinwire.comm.elastic.history import History
 from thinwire.comm.elastic.snapshot import CHUNK_BYTES, GONE, MAX_KEYS, Manifest, Snapshots
-from thinwire.comm.elastic.state_bytes import packed, unpacked
+from thinwire.comm.elastic.state_bytes import MAX_DEPTH, packed, unpacked
 from thinwire.comm.elastic.transfer import STREAMS, Transfer
 from thinwire.comm.members import LeftOut, LostRounds, Members, Shared, Version
 from thinwire.comm.tls import relay
@@ -469,7 +470,9 @@ def test_a_state_keeps_its_bits_and_its_shape():
     assert read.keys() == STATE.keys() and read[3] == STATE[3] and str(read[3]["betas"]) == "(0.9, -0.0)"
     for ours, theirs in zip((*STATE["tensors"], STATE[1, "a"]), (*read["tensors"], read[1, "a"]), strict=True):
         assert theirs.dtype == ours.dtype and torch.equal(theirs, ours)
-    for thing in (Harm(), {"x": {1, 2}}, print, torch.zeros(2).to_sparse()):
+    deep = reduce(lambda inner, _: [inner], range(MAX_DEPTH), 0)
+    assert unpacked(packed(deep)) == deep
+    for thing in (Harm(), {"x": {1, 2}}, print, torch.zeros(2).to_sparse(), deep):
         with pytest.raises(TypeError, match="a state has"):
             packed([thing])
 
@@ -531,6 +534,11 @@ def test_a_short_question_has_no_endless_answer():
     assert len(snapshots.answer([b"manifests", b"round", b"x"])) == 2
     with pytest.raises(ValueError, match="3 names, and some of them twice"):
         snapshots.answer([b"manifests", b"round", b"x", b"y", b"x"])
+    for rest in ([b"y", b"0"], [b"x", b"%d" % Manifest.of(packed(state())).num_chunks], [b"x", b"-1"]):
+        with pytest.raises(ValueError, match=f"no chunk {int(rest[1])} of '{rest[0].decode()}'"):
+            snapshots.answer([b"chunk", b"round", *rest])
+    with pytest.raises(ValueError, match="unknown question b'state'"):
+        snapshots.answer([b"state", b"round"])
 
 
 def test_a_worker_whose_sources_die_while_it_takes_over_their_state_begins_no_run_anew(monkeypatch):

@@ -163,6 +163,10 @@ def test_a_taken_name_is_refused(finished, monkeypatch, capsys):
         (["--strategy", "Gradients(Mean(TopKK(0.01)))"], "did you mean 'TopK'"),
         (["--strategy", "TopK(0.01)"], 'write "Gradients(Mean(TopK(0.01), ErrorFeedback()))"'),
         (["--strategy", "Gradients(QSGD(bits=4))"], "write Mean(QSGD(bits=4))"),
+        (
+            ["--strategy", "Shards()"],
+            "strategy must average gradients or parameters, such as Gradients(Mean()), got Shards()",
+        ),
         (["--strategy", "Mean()"], 'Mean() is an averager; write "Gradients(Mean())"'),
         (["--strategy", "Mean(TopK(0.01))"], 'write "Gradients(Mean(TopK(0.01), ErrorFeedback()))"'),
         (["--averager", "Mean(QSGD(bits=4))"], """here: --strategy "Gradients(Mean(QSGD(bits=4)))", or"""),
@@ -208,6 +212,7 @@ def test_a_mistake_gets_one_clear_line(arguments, expected, tmp_path, monkeypatc
         (["topology", "Zork()"], "; see thinwire list (at column 1"),
         (["topology", "Ring()", "--workers", "1000000"], "at most 2,048 workers, got 1,000,000"),
         (["list", "codec"], "unknown kind 'codec'; did you mean 'codecs'? See thinwire list --help"),
+        (["list", "codecs", "memories"], "takes one kind, got 'codecs memories'; see thinwire list --help"),
         (["trian"], "unknown command 'trian'; did you mean 'train'?"),
         (["train", "digits", "--zzzzqq", "3"], "unknown option '--zzzzqq'; see thinwire train digits --help"),
         (["demo", "--workers", "1"], "workers must be an integer, 2 or more, got 1"),

@@ -25,6 +25,10 @@ from thinwire.strategy import Averaging
 ALL = recipes()
 
 
+def test_no_two_tasks_have_a_recipe_of_one_name():
+    assert len(ALL) == sum(len(task.recipes()) for task in tasks())
+
+
 def test_every_recipe_is_a_configuration_that_knows_its_name():
     for name, recipe in ALL.items():
         assert recipe.config.recipe == name and re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", name)

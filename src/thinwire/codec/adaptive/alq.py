@@ -114,7 +114,7 @@ class AdaptiveLevels(AdaptiveCodec):
         return LevelState(self._start())
 
     def at(self, state: LevelState) -> Quantize:
-        return Quantize(tuple(_float32(self._levels(state.learned)).tolist()), self.bucket_size, self.norm)
+        return Quantize(tuple(self._levels(state.learned).float().tolist()), self.bucket_size, self.norm)
 
     def observes(self, step: int) -> bool:
         return self._updates_at(step + 1)
@@ -154,7 +154,7 @@ class AdaptiveLevels(AdaptiveCodec):
         dist = mixture(stats, self.num_buckets, self.weighting) if is_mixture else pooled(stats)
         found = self._search(state.learned, dist)
         # Under a distribution that is nearly a point mass, levels may become equal in float32.
-        distinct = (_float32(self._levels(found)).diff() > 0).all()
+        distinct = (self._levels(found).float().diff() > 0).all()
         return found if distinct else state.learned.clone()
 
     def update(self, state: LevelState, learned: Tensor, step: int) -> None:
@@ -232,7 +232,7 @@ class ALQ(AdaptiveLevels):
     def _search(self, learned: Tensor, dist: TruncatedNormalMixture) -> Tensor:
         search = alq if self.search == "coordinate" else alq_gd
         # Quantizers take float32 levels, so these are kept as exactly such numbers.
-        return _float32(search(learned, dist, self.symmetric)).to(torch.float64)
+        return search(learned, dist, self.symmetric).float().double()
 
     def _levels(self, learned: Tensor) -> Tensor:
         return learned
@@ -282,7 +282,3 @@ class AMQ(AdaptiveLevels):
 @lru_cache
 def _multiplier_for(bits: int, bucket_size: int, norm: str, zero: bool) -> float:
     return fixed_multiplier(prior(bucket_size, norm), bits, zero)
-
-
-def _float32(levels: Tensor) -> Tensor:
-    return levels.to(torch.float32)

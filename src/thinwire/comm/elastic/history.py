@@ -60,7 +60,7 @@ class History:
 
     def num_lost_in(self, other: History) -> int:
         """How many of the last rounds here are not among those of another worker, whose state is to replace this one's."""
-        for number in range(self.committed, -1, -1):
+        for number in range(self.committed, 0, -1):
             mine, theirs = self._digest(number), other._digest(number)
             if number <= other.committed and (UNKNOWN in (mine, theirs) or mine == theirs):
                 return self.committed - number

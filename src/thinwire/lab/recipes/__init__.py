@@ -61,15 +61,5 @@ def _checked(added: Any, known: set[str]) -> list[Task]:
 
 @cache
 def recipes() -> Mapping[str, Recipe]:
-    """All recipes by name.
-
-    Raises:
-        ValueError: two have the same name.
-    """
-    made: dict[str, Recipe] = {}
-    for task in tasks():
-        for name, recipe in task.recipes().items():
-            if name in made:
-                raise ValueError(f"two recipes are called {name!r}; tasks of one name must not share methods")
-            made[name] = recipe
-    return MappingProxyType(made)
+    """All recipes by name."""
+    return MappingProxyType({name: recipe for task in tasks() for name, recipe in task.recipes().items()})
