@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import time
 from datetime import timedelta
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 import torch.distributed as dist
 from helpers.keys import keys_of
 from helpers.program import programs
-from helpers.spawn import retire, spawn
+from helpers.spawn import retire, run_tcp, spawn
 from torch import nn
 
 import thinwire as tw
@@ -272,6 +273,21 @@ def receives_from_any(comm) -> None:
 
 def test_a_receiver_takes_from_whoever_sends():
     spawn(3, receives_from_any)
+
+
+def hears_nobody(comm) -> None:
+    if comm.rank == 0:
+        comm._tagged._timeout, began = 0.2, time.monotonic()
+        with pytest.raises(
+            RuntimeError, match="rank 0: receive failed: no rank sent a message with tag 3 in 0.2 seconds"
+        ):
+            comm.receive(torch.zeros(1), None, 3).wait()
+        assert time.monotonic() - began < 20
+    comm.barrier()
+
+
+def test_a_receiver_to_whom_nobody_sends_waits_no_longer_than_its_limit():
+    run_tcp(2, hears_nobody)
 
 
 def counts_bytes(comm) -> dict:

@@ -204,6 +204,21 @@ def test_subgroups_count_ranks_of_their_own():
     assert spawn(4, in_subgroups) == [[0, 2, 2, 2], [1, 3, 4, 3], [0, 2, 2, 2], [1, 3, 4, 3]]
 
 
+def sends_from_where_no_backend_is(comm) -> None:
+    peer, there = 1 - comm.rank, torch.ones(2, device="meta")
+    for start, devices in (
+        (lambda: comm.all_reduce(there), "meta"),
+        (lambda: comm.exchange({peer: torch.ones(2)}, {peer: there}), "cpu, meta"),
+    ):
+        with pytest.raises(ValueError, match=f"tensors on {devices} cannot be sent together"):
+            start()
+    assert comm.all_reduce(torch.ones(1)).wait() == 2
+
+
+def test_tensors_of_another_device_are_refused_at_the_call():
+    spawn(2, sends_from_where_no_backend_is)
+
+
 def in_unequal_numbers_of_groups(comm) -> list:
     """Rank 0 is in more groups than rank 2 with which it makes others, some after one was destroyed."""
     dist.new_group([0, 1])
