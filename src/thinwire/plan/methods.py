@@ -65,19 +65,15 @@ class Method:
     def under(self, optimizer: str | None) -> Measured:
         """What was measured with an optimizer, or with any if None; then it says which, where another one is not near dense."""
         known = [m for m in self.measured if optimizer is None or m.optimizer in (optimizer, "any")]
-        if known:
-            first = known[0]
-            if (
-                optimizer is None
-                and first.is_near
-                and not any(m.optimizer == "adam" and m.is_near for m in self.measured)
-            ):
-                but = ", not Adam" * any(m.optimizer == "adam" for m in self.measured)
-                return replace(first, text=f"{first.text}; {OPTIMIZERS[first.optimizer]}{but}")
-            return first
-        others = sorted({m.optimizer for m in self.measured})
-        where = f" under {optimizer}, only under {' and '.join(others)}" if others else ""
-        return Measured(optimizer or "any", f"not measured{where}")
+        if not known:
+            others = sorted({m.optimizer for m in self.measured})
+            where = f" under {optimizer}, only under {' and '.join(others)}" if others else ""
+            return Measured(optimizer or "any", f"not measured{where}")
+        first, adam = known[0], [m for m in self.measured if m.optimizer == "adam"]
+        if optimizer is None and first.is_near and not any(m.is_near for m in adam):
+            but = ", not Adam" * bool(adam)
+            return replace(first, text=f"{first.text}; {OPTIMIZERS[first.optimizer]}{but}")
+        return first
 
 
 def methods(workers_per_node: int = 1) -> list[Method]:

@@ -153,12 +153,10 @@ def in_one_line(error: Exception) -> str:
         "ENOSPC: No space left on device: 'runs/a/metrics.jsonl'; free some space, and go on with --resume"
     """
     place = error_place(error)
-    if isinstance(error, OSError) and error.errno is not None and error.filename is not None:
-        name = errno.errorcode.get(error.errno)
-        if name is not None:
-            is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            remedy = "; free some space, and go on with --resume" * is_full
-            return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{place}{remedy}"
+    if isinstance(error, OSError) and error.filename is not None and (name := errno.errorcode.get(error.errno or 0)):
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        remedy = "; free some space, and go on with --resume" * is_full
+        return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{place}{remedy}"
     text = " ".join(error_text(error).split())
     remedy = f"; {MORE_PROCESSES}" if lacks_processes(error) and MORE_PROCESSES not in text else ""
     return text + place + remedy
