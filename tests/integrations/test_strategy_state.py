@@ -166,6 +166,27 @@ def test_a_new_strategy_loads_what_it_has_not(strategy, tmp_path):
     assert repr(loaded) == repr(saved)
 
 
+def test_the_state_of_another_strategy_is_refused_by_name(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    from thinwire.integrations.checkpoint import StrategyState, load
+
+    def worker(comm):
+        model = nn.Linear(4, 3)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with tw.attach(model, optimizer, "Gradients(Mean())", comm=comm) as handle:
+            dcp.save({"thinwire": StrategyState(handle)}, checkpoint_id=tmp_path)
+        with (
+            tw.attach(model, optimizer, "Local(Mean(), every=2)", comm=comm) as handle,
+            pytest.raises(ValueError, match="another configuration: its strategy is Gradients, expected Local"),
+        ):
+            load(handle, tmp_path)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as above
+        tw.LocalWorld(1).run(worker)
+
+
 @pytest.mark.parametrize("strategy", ["Gossip(Mix())", "Local(Mean(), every=1)", "Local(Mean(), every=2, delay=1)"])
 def test_saving_and_loading_the_state_of_an_optimizer_without_state_is_no_step(strategy):
     """PyTorch steps there, at a learning rate of 0, to make the state. A round would change the model that was just loaded."""

@@ -117,7 +117,8 @@ def load(strategy: AveragerAttachment, checkpoint_id: str | os.PathLike[str], ke
             is_held = _is_taken(path, place)
         if path[1] in template and is_held:
             set_element(template, path[1:], _room(value, path, parameter))
-    dcp.load({key: template}, checkpoint_id=checkpoint_id)  # fills the tensors of the template
+    # Fills the tensors of the template. Another strategy's state lacks some of its lists; `load_state_dict` names the two.
+    dcp.load({key: template}, checkpoint_id=checkpoint_id, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
     state.load_state_dict(template)
 
 
