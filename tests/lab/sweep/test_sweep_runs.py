@@ -241,6 +241,28 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
     assert [status_of(each).state for each in planned] == ["stopped", "waiting"]
 
 
+@pytest.mark.usefixtures("no_leftovers")
+def test_a_second_ctrl_c_does_not_make_a_stopped_run_a_failed_one(tmp_path, monkeypatch):
+    write(tmp_path)
+    planned = sweep_in(tmp_path, monkeypatch).runs
+
+    class Slow(subprocess.Popen):
+        def wait(self, timeout=None):
+            os.kill(os.getpid(), signal.SIGINT)  # while the sweep waits for this run's end
+            return super().wait(timeout)
+
+    def begin(planned):
+        write_down(planned)
+        (planned.records / "ended.json").write_text('{"code": null}')
+        os.kill(os.getpid(), signal.SIGINT)
+        return Slow([sys.executable, "-c", SLEEPS], stdout=subprocess.DEVNULL)
+
+    monkeypatch.setattr(sys.modules[run_locally.__module__], "start", begin)
+    with pytest.raises(KeyboardInterrupt):
+        run_locally(planned, 2)
+    assert [status_of(each).state for each in planned] == ["stopped", "waiting"]
+
+
 def rows_of(planned) -> list[dict]:
     return [
         json.loads(line) for line in (planned.folder / "metrics.jsonl").read_text().splitlines() if line.endswith("}")

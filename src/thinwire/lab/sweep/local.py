@@ -49,11 +49,13 @@ def run_locally(
             while running:
                 running = _still_running(running, watch)
         except BaseException as error:
-            stop([process for _, process in running])
-            for run, _ in running:
-                ended = read_json(run.records / "ended.json") or {}
-                if ended.get("code") is None:  # the signal came before the run could write how it ends
-                    write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
+            try:
+                stop([process for _, process in running])
+            finally:  # a second Ctrl-C ends the waiting only
+                for run, _ in running:
+                    ended = read_json(run.records / "ended.json") or {}
+                    if ended.get("code") is None:  # the signal came before the run could write how it ends
+                        write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
             if not isinstance(error, KeyboardInterrupt):
                 raise
             raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
