@@ -81,7 +81,7 @@ def test_an_expired_token_is_refused_by_both_sides(tmp_path, monkeypatch, caplog
     admitted = admission(tmp_path / "a", hours=1e-6)
     expired = admitted.tokens[0]
     wait_until(lambda: time.time() > expired.until, "the token expires")
-    with pytest.raises(ValueError, match="the token expired at .*; ask for a new one"):
+    with pytest.raises(ValueError, match="the token expired at .*, and the clock here shows .*; ask for"):
         keys.join(tmp_path / "b", expired, "second")
     with pytest.raises(ValueError, match="refuses the token: it was used, or has expired"):
         keys.join(tmp_path / "b", expired._replace(until=2**40), "second")  # its own clock is late
@@ -132,6 +132,15 @@ def test_another_ca_that_answers_for_the_runs_is_found_out(tmp_path):
     false.close()
 
 
+def test_an_answer_of_no_fields_is_no_certificate(tmp_path, monkeypatch):
+    keys.new_run(tmp_path / "a", "run", "first")
+    monkeypatch.setattr(keys.Admission, "_answer", lambda self, question: [])
+    other = admission(tmp_path / "a")
+    with pytest.raises(ValueError, match=r"127\.0\.0\.1:\d+ says: "):
+        keys.join(tmp_path / "b", other.tokens[0], "second")
+    other.close()
+
+
 def test_a_damaged_token_says_so():
     text = keys.Token("run", "host", 1, 64 * "0", 64 * "1", 2**31).text()
     for damaged in ("", "thinwire.", text[:-3], text.replace("0", "1", 1) + "A", "thinwire.{}"):
@@ -143,6 +152,8 @@ def test_keys_that_cannot_be_used_say_why(tmp_path, monkeypatch):
     ours, second = keys_of(tmp_path, "first", "second")
     with pytest.raises(ValueError, match=r"has no certificate.pem; make keys with: thinwire keys new"):
         tw.Credentials(tmp_path)
+    with pytest.raises(ValueError, match=r"a b has no .*; make keys with: thinwire keys new 'a b'$"):
+        tw.Credentials("a b")
     ours.key.chmod(0o640)
     with pytest.raises(ValueError, match=r"others may read .*key.pem; run: chmod 600"):
         tw.Credentials(ours.folder)

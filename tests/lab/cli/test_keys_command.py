@@ -44,12 +44,23 @@ def test_the_keys_of_two_machines_and_a_run_of_both(tmp_path):
             assert encrypted.get(name) == open_.get(name), name
 
 
+def test_the_next_commands_name_any_folder_as_a_shell_reads_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["keys", "new", "my keys"]) == 0
+    assert "thinwire keys token 'my keys' HOST:PORT" in capsys.readouterr().out
+    monkeypatch.chdir("my keys")
+    assert main(["keys", "token", ".", "127.0.0.1:0", "--hours", "1e-6"]) == 2
+    assert "thinwire keys join 'my keys' thinwire." in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("command", "line"),
     [
         ("keys new", "thinwire keys new needs FOLDER ("),
         ("keys new third --days 0", "a certificate lives more than 0 and at most 3650 days, got 0"),
         ("keys token first 127.0.0.1:0 --days 1e9", "a certificate lives more than 0 and at most 3650 days, got 1e+09"),
+        ("keys token first 127.0.0.1:0 --hours inf", "tokens are 1 or more for at most 87600 hours, got 1 for inf"),
+        ("keys token first 127.0.0.1:0 --hours 1e8", "tokens are 1 or more for at most 87600 hours, got 1 for 1e+08"),
         ("keys token first", "thinwire keys token needs HOST:PORT ("),
         ("keys token first nowhere", "expected HOST:PORT, such as worker.example.org:29500, got 'nowhere'"),
         ("keys token second 127.0.0.1:0", "second has no authority-key.pem: the CA is in the folder"),

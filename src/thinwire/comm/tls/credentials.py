@@ -12,6 +12,7 @@ their certificates, in TLS 1.3 only. Names of hosts play no part: a worker is wh
 from __future__ import annotations
 
 import os
+import shlex
 import ssl
 import time
 from dataclasses import dataclass, field
@@ -68,12 +69,12 @@ class Credentials:
     def __post_init__(self) -> None:
         object.__setattr__(self, "folder", os.fspath(self.folder))
         for path in (self.certificate, self.key, self.authority):
-            require(
-                path.is_file(), f"{self.folder} has no {path.name}; make keys with: thinwire keys new {self.folder}"
-            )
+            remedy = f"thinwire keys new {shlex.quote(os.fspath(self.folder))}"
+            require(path.is_file(), f"{self.folder} has no {path.name}; make keys with: {remedy}")
             require(os.access(path, os.R_OK), f"this user may not read {path}; who starts the run must own it")
         mode = self.key.stat().st_mode
-        require(os.name != "posix" or mode & 0o077 == 0, f"others may read {self.key}; run: chmod 600 {self.key}")
+        remedy = f"chmod 600 {shlex.quote(str(self.key))}"
+        require(os.name != "posix" or mode & 0o077 == 0, f"others may read {self.key}; run: {remedy}")
         shown = self._shown()
         object.__setattr__(self, "name", name_in(shown))
         object.__setattr__(self, "run", dict(pair for part in shown["issuer"] for pair in part).get("commonName", ""))

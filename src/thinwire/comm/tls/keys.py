@@ -298,7 +298,11 @@ class Admission:
     def __init__(
         self, folder: str | os.PathLike[str], address: str, count: int = 1, hours: float = 24.0, days: float = 30.0
     ):
-        require(count >= 1 and hours > 0, f"tokens are 1 or more for some hours, got {count} for {hours:g}")
+        most = 24 * AUTHORITY_LIFE.days
+        require(
+            count >= 1 and 0 < hours <= most,
+            f"tokens are 1 or more for at most {most} hours, got {count} for {hours:g}",
+        )
         _check_days(days)
         self._issuer, self._days, self._folder = Issuer(folder), days, Path(folder)
         credentials = Credentials(folder)
@@ -366,8 +370,9 @@ def join(folder: str | os.PathLike[str], token: Token, name: str | None = None, 
         ValueError: the token has expired or was used, the name is taken, who answers is not the run's CA, or the folder has
             keys of another run or name.
     """
-    expired = f"the token expired at {local_time(token.until)}"
-    require(time.time() < token.until, f"{expired}; ask for a new one: thinwire keys token")
+    now = time.time()
+    expired = f"the token expired at {local_time(token.until)}, and the clock here shows {local_time(now)}"
+    require(now < token.until, f"{expired}; ask for a new one: thinwire keys token")
     place, key = Path(folder), None
     if (place / KEY).exists():
         with able_to(f"read {place / AUTHORITY}", "choose another folder"):
@@ -410,7 +415,8 @@ def _signed(token: Token, request: bytes, seconds: float) -> tuple[bytes, bytes,
         raise ValueError(
             f"{where} does not answer ({error}); the machine that gave the token must wait there with: thinwire keys token"
         ) from None
-    require(answer[0] == b"signed" and len(answer) == 4, f"{where} says: {answer[-1].decode(errors='replace')[:300]}")
+    said = b" ".join(answer[1:]).decode(errors="replace")[:300]
+    require(len(answer) == 4 and answer[0] == b"signed", f"{where} says: {said}")
     _, certificate, authority, revoked = answer
     _check_answer(certificate, authority, revoked, request, token)
     return certificate, authority, revoked

@@ -12,6 +12,7 @@ signed take part: thinwire train RECIPE --credentials FOLDER. Each command expla
 
 from __future__ import annotations
 
+import shlex
 import sys
 from contextlib import closing
 from dataclasses import dataclass
@@ -43,7 +44,9 @@ class NewKeys:
         print(
             f"{self.folder} has the keys of the run {self.run!r}; keep it to yourself. Let another machine join it with:"
         )
-        print(f"  thinwire keys token {self.folder} HOST:PORT     # at which the other machine reaches this one")
+        print(
+            f"  thinwire keys token {shlex.quote(self.folder)} HOST:PORT     # at which the other machine reaches this one"
+        )
 
 
 @dataclass(frozen=True)
@@ -68,9 +71,10 @@ class NewToken:
         with closing(keys.Admission(self.folder, self.address, self.workers, self.hours, self.days)) as admission:
             one = "machine" if self.workers == 1 else f"of {self.workers} machines"
             print(f"on the other {one}, within {self.hours:g} hours, while this command waits:")
+            folder = shlex.quote(Path(self.folder).resolve().name)
             for token in admission.tokens:
                 # Flushed, for the next line comes only when a machine has joined.
-                print(f"  thinwire keys join {Path(self.folder).name} {token.text()}", flush=True)
+                print(f"  thinwire keys join {folder} {token.text()}", flush=True)
             said, is_open = 0, True
             while is_open:
                 is_open = admission.wait()
@@ -80,7 +84,7 @@ class NewToken:
         if said < self.workers:
             unused = f"{self.workers - said} of {self.workers}"
             raise ValueError(f"tokens that expired unused: {unused}; make new ones with: thinwire keys token")
-        print(f"train with: thinwire train RECIPE --elastic --workers 1 --credentials {self.folder}")
+        print(f"train with: thinwire train RECIPE --elastic --workers 1 --credentials {shlex.quote(self.folder)}")
 
 
 @dataclass(frozen=True)
@@ -103,7 +107,9 @@ class JoinRun:
         print(
             f"{self.folder} has the keys of the run {token.run!r}; train, with a first worker that no other machine has:"
         )
-        print(f"  thinwire train RECIPE --elastic --workers 1 --first-worker 1 --credentials {self.folder}")
+        print(
+            f"  thinwire train RECIPE --elastic --workers 1 --first-worker 1 --credentials {shlex.quote(self.folder)}"
+        )
 
 
 @dataclass(frozen=True)
