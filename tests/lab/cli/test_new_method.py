@@ -135,6 +135,12 @@ def test_a_place_that_cannot_have_it_is_named(tmp_path):
         write_package(tmp_path / "file" / "mine")
 
 
+def test_the_next_command_goes_into_any_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    main(["new-method", "my methods/mine"])
+    assert "  cd 'my methods/mine' && pip" in capsys.readouterr().out
+
+
 def test_a_folder_is_never_overwritten(package):
     with pytest.raises(ValueError, match="exists; choose another name"):
         write_package(package)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import keyword
 import re
+import shlex
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +37,9 @@ def new_method_command(options: list[str]) -> None:
     print(
         f"  {folder}: change src/{folder.name.replace('-', '_')}/codec.py. README.md has the way to a first comparison:"
     )
-    print(f"  cd {folder} && pip install -e '.[test]' && pytest && thinwire sweep compare.toml --local 2")
+    print(
+        f"  cd {shlex.quote(str(folder))} && pip install -e '.[test]' && pytest && thinwire sweep compare.toml --local 2"
+    )
 
 
 def write_package(folder: Path) -> None:
