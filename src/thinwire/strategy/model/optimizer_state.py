@@ -20,7 +20,7 @@ def options_and_state(optimizer: Optimizer) -> dict[str, Any]:
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
         >>> found = options_and_state(optimizer)
-        >>> found["SGD: lr"], found["SGD: what it remembers"]
+        >>> found["SGD: lr"], found["SGD: what it remembers (a new one: nothing)"]
         (0.1, '0 tensors')
     """
     optimizer = unwrapped(optimizer)
@@ -38,7 +38,7 @@ def options_and_state(optimizer: Optimizer) -> dict[str, Any]:
     # Not those of a library, such as in 8 bits.
     hashes = digests(t for t in tensors if type(t) is Tensor and t.layout == torch.strided)
     text = f", sha256 {hashlib.sha256(''.join(hashes).encode()).hexdigest()[:8]}" if hashes else ""
-    return found | {f"{name}: what it remembers": f"{len(tensors)} tensors{text}"}
+    return found | {f"{name}: what it remembers (a new one: nothing)": f"{len(tensors)} tensors{text}"}
 
 
 def _plain(value: Any) -> Any:
