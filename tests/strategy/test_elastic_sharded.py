@@ -152,6 +152,8 @@ def communicator_worker(comm):
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     lighthouse = Lighthouse(1, "127.0.0.1")
     model = sharded(mesh)
+    with pytest.raises(ValueError, match=r"the 2 processes of `replica` are one worker, and have the numbers \[0, 1\]"):
+        ElasticCommunicator(lighthouse.address, comm.rank, 1, replica=mesh)
     own = ElasticCommunicator(lighthouse.address, 0, 1, replica=mesh)
     whole = nn.Linear(2, 2)
     with pytest.raises(ValueError, match=r"replica=.* says that the model is sharded, and it is whole"):

@@ -102,10 +102,10 @@ class ElasticCommunicator(Communicator):
         notes: the notes of all workers in the last vote, (W,) float64.
 
     Raises:
-        ValueError: a value out of range, the extension of our own connections was not built, or the Lighthouse and this worker
-            do not have credentials of one run. When a round forms: the number is taken, the configuration differs from that of
-            the others, or healing would lose rounds that it has committed (`LostRounds`), or the workers' states differ and no
-            majority says which is right (`Diverged`).
+        ValueError: a value out of range, the extension of our own connections was not built, the processes of `replica` have
+            different numbers, or the Lighthouse and this worker do not have credentials of one run. When a round forms: the
+            number is taken, the configuration differs from that of the others, or healing would lose rounds that it has
+            committed (`LostRounds`), or the workers' states differ and no majority says which is right (`Diverged`).
         LeftOut: when a round forms: this worker and another one do not reach each other, it cannot open sockets, or it could
             not be healed. At any time: another process of `replica` has ended.
         CommunicationError: the Lighthouse does not answer.

@@ -30,11 +30,22 @@ class Processes:
     Attributes:
         rank: of this process in the worker; 0 speaks for all.
         size: how many there are.
+
+    Raises:
+        ValueError: on all of them, which have different numbers.
+        LeftOut: as in `gather`.
     """
 
     def __init__(self, number: int, comm: Communicator | None):
         self._number, self._comm = number, comm
         self.rank, self.size = (0, 1) if comm is None else (comm.rank, comm.size)
+        numbers = self.gather(number)
+        if len(set(numbers)) > 1:
+            self.close()
+            raise ValueError(
+                f"ElasticCommunicator: the {self.size} processes of `replica` are one worker, and have the numbers {numbers}; "
+                "give all of them the number of their worker"
+            )
 
     def gather(self, value: Any) -> list[Any]:
         """What all processes passed in, in rank order, after a round trip through JSON.
