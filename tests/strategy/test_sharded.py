@@ -209,6 +209,11 @@ def semantics_worker(comm):
     with pytest.raises(ValueError, match="every: 2 on rank 0; 3 on rank 1"):  # of the workers of one replica
         optimizer = torch.optim.SGD(thin.parameters(), lr=0.1)
         tw.local_updates(thin, optimizer, tw.Mean(), every=2 + mesh.get_coordinate()[1], replicas=replicas)
+    thin.extra.weight.requires_grad_(comm.rank % 2 == 0)  # of one shard, in both replicas
+    with pytest.raises(
+        ValueError, match=r"1 of \d+ settings:\s+'extra.weight' is trained: True on rank 0; False on rank 1"
+    ):
+        tw.compress_gradients(thin, SPARSE, replicas=replicas)
     late = nn.Linear(4, 4)
     with tw.compress_gradients(late, SPARSE):
         fully_shard(late, mesh=mesh["shard"])
@@ -413,6 +418,28 @@ def groups_worker(comm):
 
 def test_groups_of_the_same_workers_share_the_encoded_communication():
     assert spawn(4, groups_worker) == [{"": 1, "1": 1}] * 4
+
+
+def mistaken_worker(comm):
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    fully_shard(model, mesh=device_mesh(2))
+    with pytest.raises(
+        ValueError, match="Shards: the optimizer has no parameter of the model.*make it after fully_shard"
+    ):
+        tw.attach(model, optimizer, tw.Shards())
+    model.bias.requires_grad_(comm.rank == 0)
+    with (
+        tw.compress_shards(model),
+        pytest.raises(ValueError, match="'bias' is trained: True on rank 0; False on rank 1"),
+    ):
+        model(torch.ones(2, 4))
+
+
+def test_shards_refuse_an_optimizer_of_old_parameters_and_what_one_worker_alone_has_frozen():
+    spawn(2, mistaken_worker)
 
 
 def old_fsdp_worker(comm):

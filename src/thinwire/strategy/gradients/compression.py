@@ -33,7 +33,7 @@ from ...memory import MomentumCorrection
 from ..base import AveragerAttachment
 from ..model.ddp import DdpRefusal, unwrapped
 from ..model.mean_model import holding_mean
-from ..model.models import kind_of, make_equal, trainable, values_of
+from ..model.models import kind_of, make_equal, require_steps_on, trainable, values_of
 from ..model.optimizer_state import options_and_state
 from ..model.optimizer_step import Arguments, once_gradients_are_there
 from ..model.shards import is_sharded
@@ -90,12 +90,7 @@ class GradientCompression(AveragerAttachment):
         )
         self._require_same_forward(module)
         if optimizer is not None:
-            held = {id(p) for p in module.parameters()}
-            require(
-                any(id(p) in held for group in optimizer.param_groups for p in group["params"]),
-                f"{self.call}: the optimizer has no parameter of the model, so its steps would not change the model; give the "
-                "model's optimizer, and make it after fully_shard, which replaces parameters",
-            )
+            require_steps_on(self.call, optimizer, module)
             self.check_optimizer(optimizer)
         self._given = optimizer
 

@@ -34,9 +34,10 @@ from ...comm.dense import gather_shards, reduce_scatter_shards
 from ...options import require_kind
 from ..attached import SHARDED
 from ..base import Attachment
+from ..model.models import require_steps_on
 from ..model.optimizer_step import Arguments
 from ..model.own_gradients import OwnGradients
-from ..model.shards import Replica, reshard
+from ..model.shards import Replica, reshard, trained
 from ..nonfinite import Looks, NonfiniteSteps, look_at
 from ..strategy import Runtime, Strategy
 
@@ -137,7 +138,7 @@ class ShardCompression(Attachment):
         if self._comm is None:
             self._comm = ProcessGroupCommunicator(group, device=device)
             self.clock.device = device
-            self._comm.check_agreement(self.strategy.options() | {"seed": self._seed})
+            self._comm.check_agreement(self.strategy.options() | {"seed": self._seed} | trained(self.parameters))
         require(
             torch.distributed.get_process_group_ranks(group) == self._comm.global_ranks,
             f"{self.call}: modules are sharded over different groups, or gathered over a part of one; use one mesh for all of "
@@ -259,7 +260,7 @@ class Shards(Strategy[ShardCompression]):
     Attach it after `fully_shard`; it needs no optimizer, and communicates over the mesh of the model. Optimizers, checkpoints
     and clipping see exact shards; only what travels is encoded. The gradient is unbiased at the parameters that the forward
     pass has used. What is encoded is float32, so a model in float64 loses digits. In the first forward pass all workers
-    compare options and seeds.
+    compare options, seeds and which parameters are trained.
 
     Bytes sent per worker and module, n elements: `(W-1)/W (n_g + n_p)`, where n_g and n_p are the bytes of the encoded n
     elements; n_p twice if FSDP gathers again before backward (`reshard_after_forward`). Dense, n_g = n_p = 4n in float32.
@@ -277,7 +278,8 @@ class Shards(Strategy[ShardCompression]):
 
     Raises:
         ValueError: a codec does not suit, or a value out of range. When it is attached: no part of the model is under
-            `fully_shard`, or another `Shards` is attached to it.
+            `fully_shard`, another `Shards` is attached to it, or the optimizer has none of its parameters. In the first
+            forward pass: options, seeds or frozen parameters differ.
 
     Source: Wang et al. 2023, ZeRO++, arXiv 2306.10209; Markov et al. 2023, QSDP, arXiv 2302.02390.
 
@@ -308,6 +310,8 @@ class Shards(Strategy[ShardCompression]):
     def _attached(self, model: nn.Module, optimizer: Optimizer | None, runtime: Runtime) -> ShardCompression:
         alone = runtime.comm is None and runtime.replicas is None and runtime.layout is None
         self._require(alone, "it communicates over the model's mesh; leave comm, replicas and layout out")
+        if optimizer is not None:
+            require_steps_on("Shards", optimizer, model)
         return ShardCompression(self, model, runtime.seed)
 
 

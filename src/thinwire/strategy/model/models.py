@@ -82,6 +82,17 @@ def trained_by(optimizer: Optimizer) -> list[nn.Parameter]:
     return [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
+def require_steps_on(call: str, optimizer: Optimizer, module: nn.Module) -> None:
+    """Raise a ValueError if the optimizer has no parameter of the module."""
+    reshard(module)
+    held = {id(p) for p in module.parameters()}
+    require(
+        any(id(p) in held for group in optimizer.param_groups for p in group["params"]),
+        f"{call}: the optimizer has no parameter of the model, so its steps would not change the model; give the model's "
+        "optimizer, and make it after fully_shard, which replaces parameters",
+    )
+
+
 def check_model(call: str, model: nn.Module) -> None:
     """Make sure that a strategy can work on the model's tensors.
 

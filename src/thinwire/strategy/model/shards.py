@@ -74,6 +74,11 @@ def layout_of(t: Any) -> str:
     )
 
 
+def trained(tensors: NamedTensors) -> dict[str, object]:
+    """Which shards are trained: FSDP sums the gradients of all workers, and fails where one has frozen a parameter alone."""
+    return {f"{name!r} is trained": t.requires_grad for name, t in tensors if is_sharded(t)}
+
+
 class Replica:
     """The workers that together hold one replica of a model, this one among them.
 
@@ -189,9 +194,9 @@ class Replica:
             self._round_comms += self._connected_over(mesh)
 
     def check_agreement(self, options: dict[str, object]) -> None:
-        """Raise a ValueError on all workers of this replica if their options differ. They call it together."""
+        """Raise a ValueError on all workers of this replica if options or frozen shards differ. They call it together."""
         for comm in self._connected():
-            comm.check_agreement(options)
+            comm.check_agreement(options | trained(self._tensors))
 
     def connect_replica(self) -> None:
         """Connect the workers of this replica alone, without rounds. All of them call it."""
