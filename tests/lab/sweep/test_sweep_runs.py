@@ -231,7 +231,7 @@ def test_runs_that_have_begun_are_stopped_if_ctrl_c_comes_or_another_cannot_star
     monkeypatch.setattr(module, "start", begin)
     planned = sweep_in(tmp_path, monkeypatch).runs
     expected = (
-        (KeyboardInterrupt, "1 of the runs were under way")
+        (KeyboardInterrupt, "runs under way: 1")
         if is_interrupted
         else (ValueError, "cannot start the run .*: Is a directory; the same")
     )

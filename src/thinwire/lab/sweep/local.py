@@ -58,7 +58,7 @@ def run_locally(
                         write_json(run.records / "ended.json", {"code": 128 + signal.SIGTERM})
             if not isinstance(error, KeyboardInterrupt):
                 raise
-            raise KeyboardInterrupt(f"{len(running)} of the runs were under way; the same command goes on") from None
+            raise KeyboardInterrupt(f"runs under way: {len(running)}; the same command goes on") from None
 
 
 def _still_running(running: Running, watch: Callable[[Sequence[PlannedRun]], None]) -> Running:
