@@ -108,7 +108,7 @@ def measure(steps: int, alike: bool, method: tuple[str, str, str]) -> tuple[list
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--alike", action="store_true", help="both processes compute in the same way")
+    parser.add_argument("--alike", action="store_true", help="all processes compute in the same way")
     parser.add_argument("--only", default="", metavar="TEXT", help="methods that contain it")
     options = parser.parse_args()
     chosen = [method for method in METHODS if options.only in method[0]]

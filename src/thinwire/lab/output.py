@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
 import os
 import select
@@ -11,6 +12,9 @@ from collections.abc import Iterator
 from typing import IO, cast
 
 from ..messages import log
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk
+UNREAD = (errno.EPIPE, errno.EIO)  # a pipe without a reader, or a closed terminal
 
 
 def prepare_output() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import os
@@ -21,10 +20,9 @@ from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
 from ...comm.store import connected_store, gathering
 from ...comm.transport import Transport, connect
-from ..output import drop
+from ..output import FULL, UNREAD, drop
 
 CPU = torch.device("cpu")
-OF_OUTPUT = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT)
 
 
 def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: Sequence[str] = ()) -> Any:
@@ -75,7 +73,7 @@ def _started(rank: int, work: Callable[[Any], Any], task: Any, workers: int, por
     except (ValueError, OSError) as error:
         arguments: list[Any] = [str(error)]
         if isinstance(error, OSError):
-            if error.errno not in OF_OUTPUT:
+            if error.errno not in (*FULL, *UNREAD):
                 raise
             drop(1)
             arguments = [error.errno, error.strerror]

@@ -38,7 +38,7 @@ from collections.abc import Sequence
 
 from ...messages import install_for_warnings
 from ...suggestion import named
-from ..output import drop, output_is_read, prepare_output
+from ..output import FULL, UNREAD, drop, output_is_read, prepare_output
 from .bench import bench_command, consensus_command
 from .demo import demo_command
 from .doctor import doctor_command
@@ -87,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.errno in OF_PATHS and error.filename is not None:
             return fail(f"cannot use {error.filename}: {error.strerror}; give another, or ask its owner", 2)
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FULL:
             try:
                 sys.stdout.flush()
             except OSError:  # it is on that disk
                 drop(1)
             return fail(f"cannot write {error.filename or 'the output'}: {error.strerror}; free some space", 1)
-        if error.errno not in (errno.EPIPE, errno.EIO) or output_is_read():  # else a pipe or connection broke elsewhere
+        if error.errno not in UNREAD or output_is_read():  # else a pipe or connection broke elsewhere
             raise
         return 141  # 128 and the number of SIGPIPE, as a shell reports it
 

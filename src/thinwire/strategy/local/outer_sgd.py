@@ -66,13 +66,15 @@ class PortableSGD(Optimizer):
         for group in self.param_groups:
             for anchor in group["params"]:
                 if anchor.grad is not None:
-                    anchor.sub_(self._change(anchor, anchor.grad, group["lr"], group["momentum"], group["nesterov"]))
+                    self._change(anchor, anchor.grad, group)
 
-    def _change(self, anchor: Tensor, gradient: Tensor, lr: float, momentum: float, nesterov: bool) -> Tensor:
+    def _change(self, anchor: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum = group["lr"], group["momentum"]
         if not momentum:
-            return gradient * lr
+            anchor.sub_(gradient * lr)
+            return
         state = self.state[anchor]
         if not state:
             state["momentum_buffer"] = torch.zeros_like(anchor)
-        velocity: Tensor = state["momentum_buffer"].mul_(momentum).add_(gradient)
-        return (velocity * momentum).add_(gradient).mul_(lr) if nesterov else velocity * lr
+        velocity = state["momentum_buffer"].mul_(momentum).add_(gradient)
+        anchor.sub_((velocity * momentum).add_(gradient).mul_(lr) if group["nesterov"] else velocity * lr)

@@ -13,11 +13,10 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from ...algorithm import Algorithm
 from ...options import require_integer, require_number
-from .outer_sgd import OuterSGD
+from .outer_sgd import OuterSGD, PortableSGD
 
 Outer = Callable[[Iterable[nn.Parameter]], Any]
 
@@ -139,7 +138,7 @@ class DelayedNesterov(Staleness):
         return lambda anchors: DelayedNesterovSGD(anchors, outer.lr, outer.momentum, self.period or size)
 
 
-class DelayedNesterovSGD(Optimizer):
+class DelayedNesterovSGD(PortableSGD):
     """The optimizer of `DelayedNesterov`; each step applies one change.
 
     Args:
@@ -151,21 +150,13 @@ class DelayedNesterovSGD(Optimizer):
     def __init__(self, anchors: Iterable[nn.Parameter], lr: float, momentum: float, period: int):
         super().__init__(anchors, {"lr": lr, "momentum": momentum, "period": period})
 
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # closures are for optimizers that evaluate
-        """Apply the gradients of those anchors that have one."""
-        for group in self.param_groups:
-            for anchor in group["params"]:
-                if anchor.grad is not None:
-                    self._change(anchor, self.state[anchor], group["lr"], group["momentum"], group["period"])
-
-    def _change(self, anchor: Tensor, state: dict[str, Any], lr: float, momentum: float, period: int) -> None:
-        assert anchor.grad is not None
+    def _change(self, anchor: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
+        lr, momentum, period, state = group["lr"], group["momentum"], group["period"], self.state[anchor]
         if not state:
             state |= {"changes": 0, "sum": torch.zeros_like(anchor), "momentum": torch.zeros_like(anchor)}
         state["changes"] += 1
-        state["sum"].add_(anchor.grad)
-        anchor.sub_(anchor.grad * (lr / period))
+        state["sum"].add_(gradient)
+        anchor.sub_(gradient * (lr / period))
         if state["changes"] % period == 0:
             state["momentum"].mul_(momentum).add_(state["sum"] * (1.0 / period))
             anchor.sub_(state["momentum"] * (lr * momentum))

@@ -18,6 +18,7 @@ from ....comm.members import LeftOut
 from ....comm.parent_death import end_with_parent
 from ....comm.store import Store, connected_store
 from ....messages import MORE_PROCESSES, error_place, error_text, install_for_warnings, lacks_processes, log
+from ...output import FULL
 from ..config import RunConfig
 from ..results.callbacks import Callback
 from ..run import loop
@@ -154,7 +155,7 @@ def in_one_line(error: Exception) -> str:
     """
     place = error_place(error)
     if isinstance(error, OSError) and error.filename is not None and (name := errno.errorcode.get(error.errno or 0)):
-        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        is_full = error.errno in FULL
         remedy = "; free some space, and go on with --resume" * is_full
         return f"{name}: {error.strerror}: {os.fsdecode(error.filename)!r}{place}{remedy}"
     text = " ".join(error_text(error).split())
