@@ -183,6 +183,7 @@ void def_gossip(nb::module_& m) {
     m.def("low_rank_add", &low_rank_add, "xs"_a, "rows"_a, "a"_a, "b"_a, Unlocked());
     m.def("low_rank_add_products", &low_rank_add_products, "gs"_a, "es"_a, "factor"_a, "rows"_a, "ps"_a, "xs"_a,
           "outs"_a, Unlocked());
+    m.def("low_rank_orthonormal", &low_rank_orthonormal, "xs"_a, "rank"_a, "n"_a, "out"_a, Unlocked());
     m.def("low_rank_store", &low_rank_store, "xs"_a, "rows"_a, "a"_a, "b"_a, Unlocked());
     m.def("mix_add", &mix_add, "outs"_a, "own"_a, "theirs"_a, "weights"_a, "own_weight"_a, Unlocked());
 }

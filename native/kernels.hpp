@@ -193,6 +193,9 @@ void low_rank_add(const Outputs& xs, const Counts& rows, const Inputs& as, const
 // xs = es + factor gs, and outs the products of xs with `ps`, vectors of the columns' size.
 void low_rank_add_products(const Inputs& gs, const Inputs& es, float factor, const Counts& rows, const Inputs& ps,
                            const Outputs& xs, const Outputs& outs);
+// Stacks of `rank` vectors of n numbers, as columns Q R with a diagonal of R that is not negative; `out` is Q, of which each
+// stack has min(rank, n) vectors.
+void low_rank_orthonormal(Input xs, size_t rank, size_t n, Output out);
 // x = sum_r a_r b_r'; returns whether it is finite.
 bool low_rank_store(const Outputs& xs, const Counts& rows, const Inputs& as, const Inputs& bs);
 

@@ -1,6 +1,7 @@
 // Products of matrices with a few vectors, and updates of low rank: each matrix is read, or read and written, once.
 // Factors lie vector by vector: `rank` vectors of the rows' number (n) or of the columns' (m).
 #include <algorithm>
+#include <cmath>
 
 #include "kernels.hpp"
 #include "reduce.hpp"
@@ -147,11 +148,15 @@ THINWIRE_INLINE void product_row(const float* a, size_t n, const float* b, size_
     for (size_t r = 4; r < rank; r += 4) add_few<false>(a + r * n, n, b + r * m, m, rank - r, sum, width);
 }
 
+// So many columns of the second factor stay in the first-level cache.
+THINWIRE_INLINE size_t columns_of(size_t rank) { return std::max(kColumns / 16, std::min(kColumns, 4 * kColumns / rank)); }
+
 // x (n, m) += a (rank, n) transposed times b (rank, m).
 THINWIRE_CLONES void add_factors(float* x, size_t n, size_t m, const float* a, const float* b, size_t rank) {
     alignas(64) float sum[kColumns];
-    for (size_t at = 0; at < m; at += kColumns) {
-        const size_t width = std::min(kColumns, m - at);
+    const size_t columns = columns_of(rank);
+    for (size_t at = 0; at < m; at += columns) {
+        const size_t width = std::min(columns, m - at);
         for (size_t i = 0; i < n; ++i) {
             float* row = x + i * m + at;
             if (rank == 1) {
@@ -170,9 +175,10 @@ THINWIRE_CLONES void add_factors(float* x, size_t n, size_t m, const float* a, c
 THINWIRE_CLONES int32_t store_factors(float* x, size_t n, size_t m, const float* a, const float* b, size_t rank,
                                       bool large) {
     alignas(64) float sum[kColumns];
+    const size_t columns = columns_of(rank);
     int32_t largest = 0;
-    for (size_t at = 0; at < m; at += kColumns) {
-        const size_t width = std::min(kColumns, m - at);
+    for (size_t at = 0; at < m; at += columns) {
+        const size_t width = std::min(columns, m - at);
         for (size_t i = 0; i < n; ++i) {
             product_row(a + i, n, b + at, m, rank, sum, width);
             largest = std::max(largest, max_magnitude(sum, width));
@@ -180,6 +186,60 @@ THINWIRE_CLONES int32_t store_factors(float* x, size_t n, size_t m, const float*
         }
     }
     return largest;
+}
+
+THINWIRE_INLINE double block_dot(const double* x, const double* y, size_t n) {
+    double lanes[kSumLanes] = {};
+    size_t i = 0;
+    for (; i + kSumLanes <= n; i += kSumLanes)
+        for (size_t lane = 0; lane < kSumLanes; ++lane) lanes[lane] += x[i + lane] * y[i + lane];
+    for (size_t lane = 0; i + lane < n; ++lane) lanes[lane] += x[i + lane] * y[i + lane];
+    return halve(lanes, kSumLanes);
+}
+
+// <x, y>, summed as by `tree_sum`.
+THINWIRE_INLINE double dot(const double* x, const double* y, size_t n) {
+    std::vector<double> sums;
+    for (size_t at = 0; at < n; at += kSumBlock)
+        sums.push_back(block_dot(x + at, y + at, std::min(kSumBlock, n - at)));
+    return sum_of_blocks(sums);
+}
+
+// y <- y - factor <v, y> v
+THINWIRE_INLINE void reflect(const double* v, double factor, double* y, size_t n) {
+    const double share = factor * dot(v, y, n);
+    THINWIRE_INDEPENDENT
+    for (size_t i = 0; i < n; ++i) y[i] -= share * v[i];
+}
+
+// xs, vectors of n numbers, as columns are Q R, where the diagonal of R is not negative. Writes the first `count` columns
+// of Q, by Householder reflections. Vector j becomes v of reflection j, 1 - factors[j] v v'; it begins with j zeros.
+// `signs` has room for `count` numbers and `x` for n.
+THINWIRE_CLONES void orthonormalise(double* xs, size_t count, size_t n, double* factors, double* signs, double* x,
+                                    float* out) {
+    for (size_t j = 0; j < count; ++j) {
+        double* v = xs + j * n;
+        for (size_t i = 0; i < j; ++i) reflect(xs + i * n, factors[i], v, n);
+        const double first = v[j];
+        std::fill(v, v + j + 1, 0.0);
+        const double rest = dot(v, v, n);
+        signs[j] = first < 0 ? -1.0 : 1.0;
+        if (rest == 0.0) {
+            factors[j] = 0.0 * first;  // NaN if `first` is infinite
+        } else {
+            signs[j] = -signs[j];  // so that the subtraction below does not cancel
+            const double turned = signs[j] * std::sqrt(first * first + rest);
+            factors[j] = (turned - first) / turned;
+            for (size_t i = 0; i < n; ++i) v[i] /= first - turned;
+        }
+        v[j] = 1.0;
+    }
+    for (size_t j = 0; j < count; ++j) {
+        std::fill(x, x + n, 0.0);
+        x[j] = signs[j];
+        for (size_t i = j + 1; i-- > 0;) reflect(xs + i * n, factors[i], x, n);
+        for (size_t i = 0; i < n; ++i) out[j * n + i] = static_cast<float>(x[i]);
+    }
 }
 
 struct Shape {
@@ -246,6 +306,17 @@ bool low_rank_store(const Outputs& xs, const Counts& rows, const Inputs& as, con
     }
     if (large) finish_streams();
     return largest < kInfinityBits;
+}
+
+void low_rank_orthonormal(Input xs, size_t rank, size_t n, Output out) {
+    const size_t count = std::min(rank, n);
+    require(count > 0 && xs.numel % (rank * n) == 0, "xs: expected whole stacks of vectors");
+    require(out.numel == xs.numel / rank * count, "out: expected a vector for each, and at most as many as elements");
+    std::vector<double> wide(count * n), factors(count), signs(count), x(n);
+    for (size_t at = 0, to = 0; at < xs.numel; at += rank * n, to += count * n) {
+        std::copy_n(xs.data + at, count * n, wide.data());
+        orthonormalise(wide.data(), count, n, factors.data(), signs.data(), x.data(), out.data + to);
+    }
 }
 
 }  // namespace thinwire

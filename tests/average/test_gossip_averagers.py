@@ -322,7 +322,7 @@ def test_power_gossip_follows_its_definition(rank, iterations, sign, step_size):
     def fresh(i, j, k):
         side = 7 if k % 2 == 0 else 5
         key = kernels.mix_key(3, zlib.crc32(b"w") | (1 + i * 5 + j) << 32, k)
-        return (2 * kernels.uniform(key, side * rank).double() - 1).view(side, rank)
+        return (2 * kernels.uniform(key, side * rank).double() - 1).view(rank, side).t()
 
     averager = tw.PowerGossip(RING, rank=rank, iterations=iterations, sign_p=sign, step_size=step_size)
     expected = reference_power_gossip(starts(5, values).view(5, 7, 5), fresh, 6, sign, step_size)

@@ -1,4 +1,4 @@
-"""What workers have in common gets the same bits on processors with and without AVX, but for products of matrices."""
+"""What workers have in common gets the same bits on processors with and without AVX, but for cosine transforms."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ from thinwire.comm import LocalWorld
 from thinwire.strategy.local.staleness import DelayedNesterov
 
 WORKERS = 3  # a weight of 1/2 would be exact
-SHAPES = ((40, 50), (37,), (20, 20))
+SHAPES = ((40, 50), (37,), (60, 70))
 KEYS = [tw.codec.Key(stream=i) for i in range(len(SHAPES))]
-PRODUCTS = ("SVD", "LowRank", "DCT")  # codecs that multiply matrices
+OWN = ("SVD", "LowRank")  # codecs whose messages depend on the sender's processor
+DECODED = [
+    tw.codec.SVD(16),
+    *(tw.codec.LowRank(rank, values) for rank, values in ((1, tw.Cast()), (16, tw.QSGD(bits=4)))),
+]
 AVERAGERS = [
-    *(tw.Mean(codec, min_ndim=0) for codec in CODECS if not any(name in repr(codec) for name in PRODUCTS)),
+    *(tw.Mean(codec, min_ndim=0) for codec in CODECS if not any(name in repr(codec) for name in ("DCT", *OWN))),
+    tw.PowerSGD(rank=1),
+    tw.PowerSGD(rank=7),
+    tw.average.Dion(rank=8),
+    tw.PowerGossip(rank=2),
     tw.Mean(exchange="all_gather"),
     tw.Mean(tw.Cast(), exchange="scatter_reduce"),
     tw.Mean(tw.TopK(0.1), exchange="sparse_reduce"),
@@ -55,6 +63,10 @@ def rounds(comm: tw.comm.Communicator, averager: tw.average.Averager) -> list[to
     return results
 
 
+def messages() -> list[torch.Tensor]:
+    return [codec.encode(tensors(0, 0)[-1]) for codec in DECODED]
+
+
 def outer_steps(outer: tw.strategy.Outer) -> list[torch.Tensor]:
     anchors = [nn.Parameter(t) for t in tensors(0, 0)]
     optimizer = outer(anchors)
@@ -65,18 +77,25 @@ def outer_steps(outer: tw.strategy.Outer) -> list[torch.Tensor]:
     return [anchor.detach() for anchor in anchors]
 
 
-def everything() -> dict[str, list[torch.Tensor]]:
+def everything(payloads: list[torch.Tensor]) -> dict[str, list[torch.Tensor]]:
     world = LocalWorld(WORKERS)
-    averages = {repr(averager): world.run(rounds, averager)[0] for averager in AVERAGERS}
-    return averages | {f"outer {i}": outer_steps(outer) for i, outer in enumerate(OUTER)}
+    found = {repr(averager): world.run(rounds, averager)[0] for averager in AVERAGERS}
+    found |= {
+        repr(c): [c.decode(payload, torch.Size(SHAPES[-1]))] for c, payload in zip(DECODED, payloads, strict=True)
+    }
+    return found | {f"outer {i}": outer_steps(outer) for i, outer in enumerate(OUTER)}
 
 
 def test_results_do_not_depend_on_the_processor(tmp_path):
-    path = tmp_path / "results"
-    program = f"import torch, test_processors; torch.save(test_processors.everything(), {str(path)!r})"
+    path, payloads = tmp_path / "results", messages()
+    torch.save(payloads, path)
+    program = (
+        f"import torch, test_processors; path = {str(path)!r}; "
+        "torch.save(test_processors.everything(torch.load(path)), path)"
+    )
     variables = WITHOUT_AVX | {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", program], env=os.environ | variables, check=True, timeout=120)
-    mine, theirs = everything(), torch.load(path)
-    assert len(mine) == len(AVERAGERS) + len(OUTER)
+    mine, theirs = everything(payloads), torch.load(path)
+    assert len(mine) == len(AVERAGERS) + len(DECODED) + len(OUTER)
     differing = [name for name, xs in mine.items() if not all(map(torch.equal, xs, theirs[name]))]
     assert not differing

@@ -103,7 +103,7 @@ def test_error_feedback_with_products_and_stored_products(n, m, rank):
     assert finite and expected_finite and all(map(torch.equal, xs, same))
     assert all(map(torch.equal, products, kernels.low_rank.products(xs, rows, ps, left=False)))
     torch.testing.assert_close(products, expected, rtol=0, atol=2e-6 * m**0.5 * 8)
-    torch.testing.assert_close(stored, truth, rtol=1e-5, atol=1e-5)
+    assert all(map(torch.equal, stored, truth))
     qs[0][-1, -1] = float("inf")
     assert not kernels.low_rank.store(stored, rows, qs, ps)
 
@@ -124,6 +124,54 @@ def test_stored_products_do_not_depend_on_where_they_lie(n, m, rank):
     assert all(torch.equal(stored_at(offset), first) for offset in range(1, 20))
 
 
+@pytest.mark.parametrize("shape", [(1, 1), (1, 40), (3, 2), (2, 5, 300), (3, 2500), (16, 100), (17, 100)])
+def test_orthonormal_vectors_are_those_of_the_one_qr_with_a_positive_diagonal(shape, monkeypatch):
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    q, r = torch.linalg.qr(x.double().mT)
+    expected = q.mT * r.diagonal(dim1=-2, dim2=-1).sign()[..., None]
+    found = kernels.low_rank.orthonormal(x)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=4e-7)
+    with kernels.use_backend("reference"):
+        assert torch.equal(found, kernels.low_rank.orthonormal(x))
+        monkeypatch.setattr(kernels.flags, "in_main_memory", lambda device: False)  # as on a GPU
+        torch.testing.assert_close(found, kernels.low_rank.orthonormal(x), rtol=0, atol=4e-7)
+
+
+@pytest.mark.parametrize("backend", ["cpu", "reference", "as on a GPU"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_orthonormal_vectors_span_vectors_of_any_rank_and_size(backend, count, monkeypatch):
+    if backend == "as on a GPU":
+        monkeypatch.setattr(kernels.flags, "in_main_memory", lambda device: False)
+        backend = "reference"
+    row = torch.randn(count, 33, generator=torch.Generator().manual_seed(1))
+    cases = [
+        torch.zeros(count, 33),
+        row[:1].repeat(count, 1),
+        row * 1e-30,
+        row * 1e30,
+        row.clone(),
+        torch.eye(33)[5 : 5 + count],
+    ]
+    cases[4][:, :7] = 0.0
+    for x in cases:
+        with kernels.use_backend(backend):
+            q = kernels.low_rank.orthonormal(x)
+            assert torch.equal(q, kernels.low_rank.orthonormal(torch.where(x == 0, -0.0, x)))
+        torch.testing.assert_close(q.double() @ q.double().t(), torch.eye(count).double(), rtol=0, atol=1e-6)
+        spanned = x.double() @ q.double().t() @ q.double()
+        torch.testing.assert_close(spanned, x.double(), rtol=0, atol=1e-6 * x.double().norm())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("count", [1, 3])
+def test_orthonormal_vectors_pass_on_what_is_not_finite(bad, count):
+    """Also where all else is zero: Householder's reflections would be the identity."""
+    for at in range(count):
+        for x in (torch.zeros(count, 20), torch.ones(count, 20)):
+            x[at, at] = bad
+            assert not kernels.low_rank.orthonormal(x)[at].isfinite().any()
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("left", [True, False])
 def test_products_pass_on_what_is_not_finite(bad, left):
@@ -141,6 +189,8 @@ def test_factors_that_do_not_fit():
         kernels.low_rank.products([x], [2], [p], left=False)
     with pytest.raises(ValueError, match=r"b\[0\]: expected 1 vectors"):
         kernels.low_rank.add([x], [2], [p], [torch.zeros(2, 3)])
+    with pytest.raises(ValueError, match=r"x: expected contiguous float32 vectors \(\.\.\., rank, n\), got .* \(6,\)"):
+        kernels.low_rank.orthonormal(x)
     with pytest.raises(ValueError, match=r"own: expected 6 elements"):
         kernels.mix.add([x], torch.zeros(5), [], [])
 

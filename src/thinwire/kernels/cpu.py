@@ -130,14 +130,19 @@ SAME_ARGUMENTS: dict[Kernel[..., Any], Callable[..., Any]] = {
 }
 BLAS_RANK = 16
 """From so many vectors on, the references of low-rank products are faster: they call BLAS."""
-_FACTORS = {low_rank._add: 2, low_rank._add_products: 4, low_rank._products: 2, low_rank._store: 2}
-"""Of low-rank products, the place of the argument with the vectors."""
+_FACTORS = {
+    low_rank._add: (2, BLAS_RANK),
+    low_rank._add_products: (4, BLAS_RANK),
+    low_rank._products: (2, BLAS_RANK),
+    low_rank._store: (2, low_rank.PORTABLE_RANK + 1),
+}
+"""Of low-rank products, the place of the argument with the vectors, and from how many on the reference serves."""
 
 
 def _call_below(kernel: Kernel[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
     """Call a C++ function for few vectors, of which there are as many for each matrix; else the reference."""
-    factors = arguments[_FACTORS[kernel]]
-    if factors and len(factors[0]) >= BLAS_RANK:
+    place, limit = _FACTORS[kernel]
+    if arguments[place] and len(arguments[place][0]) >= limit:
         return kernel.reference(*arguments)
     return _call(function, *arguments)
 
@@ -155,6 +160,14 @@ for _kernel, _function in SAME_ARGUMENTS.items():
 def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, fixed_scale: float | None) -> None:
     # Without the scale, which `_call` would turn into an empty list where it is missing.
     _call(partial(_native.sign_encode, fixed_scale=fixed_scale), xs, out, residuals)
+
+
+@low_rank._orthonormal.runs_on("cpu")
+def low_rank_orthonormal(x: Tensor, rank: int, out: Tensor) -> None:
+    if rank <= low_rank.PORTABLE_RANK:
+        _native.low_rank_orthonormal(x.numpy(), rank, x.shape[-1], out.numpy())
+    else:
+        low_rank._orthonormal.reference(x, rank, out)
 
 
 def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:

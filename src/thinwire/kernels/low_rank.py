@@ -1,26 +1,30 @@
 """Products of matrices with a few vectors, and updates of low rank, each in one pass over the matrices.
 
 A matrix is a segment with its number of rows. Factors lie vector by vector, `(rank, n)` or `(rank, m)`, for a matrix of
-n rows and m columns. Sums are in float32 in any order, so backends agree up to rounding.
+n rows and m columns. Sums are taken in any order, so backends agree up to rounding; but not for bases and stored products.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import sqrt
 
 import torch
 from torch import Tensor
 
 from .. import debug
 from ..streams import load_solvers
+from . import flags
 from .backend import kernel
 from .checks import check_length, device_of, segments, segments_alike
 from .flags import Flag
 from .parallel import one_thread
 from .reduce import all_finite
-from .scales import float32
+from .scales import float32, tree_sum
 
 ALIGNMENT = 64  # bytes; new tensors have it
+PORTABLE_RANK = 16
+"""Up to so many vectors, bases and stored products in main memory have the same bits on every processor."""
 
 
 def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], left: bool) -> list[Tensor]:
@@ -51,23 +55,31 @@ def products(xs: Sequence[Tensor], rows: Sequence[int], ps: Sequence[Tensor], le
 
 
 def orthonormal(x: Tensor) -> Tensor:
-    """Q of x = QR, by Householder reflections: orthonormal columns, whatever the rank of x; on CPUs by one thread.
+    """Orthonormal vectors that span those of x, whatever its rank: Q' of x' = QR, where no number on R's diagonal is negative.
+
+    In main memory up to 16 vectors are computed in float64 by Householder reflections, in a fixed order of operations.
 
     Args:
-        x: (..., n, r) float32.
+        x: stacks of vectors (..., rank, n), float32.
 
     Returns:
-        (..., n, min(n, r)).
+        (..., min(rank, n), n); some are infinite or NaN if x is.
+
+    Raises:
+        ValueError: if x is no stack of float32 vectors, contiguous and not empty.
 
     Example:
-        >>> orthonormal(torch.tensor([[3.0], [4.0]])).abs()
-        tensor([[0.6000],
-                [0.8000]])
+        >>> orthonormal(torch.tensor([[3.0, 4.0]]))
+        tensor([[0.6000, 0.8000]])
     """
-    load_solvers(x.device)
-    with one_thread():
-        basis: Tensor = torch.linalg.qr(x).Q
-    return basis
+    if x.dtype != torch.float32 or x.dim() < 2 or not x.numel() or not x.is_contiguous():
+        raise ValueError(
+            f"x: expected contiguous float32 vectors (..., rank, n), got {x.dtype} of shape {tuple(x.shape)}"
+        )
+    *stack, rank, n = x.shape
+    out = debug.empty(*stack, min(rank, n), n, dtype=torch.float32, device=x.device)
+    _orthonormal.on[x.device.type](x.detach(), rank, out)
+    return out
 
 
 def add(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
@@ -136,8 +148,8 @@ def add_products(
 def store(xs: Sequence[Tensor], rows: Sequence[int], a: Sequence[Tensor], b: Sequence[Tensor]) -> Flag:
     """`x = a' b` for each matrix, and whether all of it is finite.
 
-    Results depend neither on where x lies nor on the number of threads. The C++ kernel, for fewer than 16 vectors, adds them
-    up in order, without fused multiply-adds, in one pass: it gives the same bits on every processor.
+    Results depend neither on where x lies nor on the number of threads. In main memory up to 16 outer products are added up in
+    order, and each operation is rounded.
 
     Args:
         xs: segments of float32, each a matrix (n, m) in rows; overwritten.
@@ -225,6 +237,56 @@ def _products(xs: list[Tensor], rows: list[int], ps: list[Tensor], left: bool, o
 
 
 @kernel
+def _orthonormal(x: Tensor, rank: int, out: Tensor) -> None:
+    if flags.in_main_memory(x.device) and rank <= PORTABLE_RANK:
+        for vectors, result in zip(x.view(-1, *x.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True):
+            _by_reflections(vectors.double(), result)
+        return
+    if rank == 1:  # without a solver
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+        out.zero_()[..., 0] = 1.0
+        out.copy_(torch.where(norm == 0, out, x / norm))
+        return
+    load_solvers(x.device)
+    with one_thread():
+        q, r = torch.linalg.qr(x.mT)
+    negative = r.diagonal(dim1=-2, dim2=-1) < 0
+    out.copy_(torch.where(negative[..., None], -q.mT, q.mT))
+
+
+def _by_reflections(vectors: Tensor, out: Tensor) -> None:
+    """Householder's QR in float64, in a fixed order. Reflection j is `1 - factor v v'`, and v begins with j zeros."""
+    reflections = list[tuple[Tensor, float]]()
+    signs = list[float]()
+    for j, v in enumerate(vectors[: len(out)]):
+        for reflection in reflections:
+            _reflect(v, *reflection)
+        first = v[j].item()
+        v[: j + 1] = 0.0
+        rest, sign = tree_sum(v * v).item(), -1.0 if first < 0 else 1.0
+        if rest == 0:
+            factor = 0.0 * first  # NaN if `first` is infinite
+        else:
+            sign = -sign  # so that the subtraction below does not cancel
+            turned = sign * sqrt(first * first + rest)
+            factor = (turned - first) / turned
+            v /= first - turned
+        v[j] = 1.0
+        reflections.append((v, factor))
+        signs.append(sign)
+    for j, (sign, q) in enumerate(zip(signs, out, strict=True)):
+        x = torch.zeros_like(vectors[0])
+        x[j] = sign
+        for reflection in reversed(reflections[: j + 1]):
+            _reflect(x, *reflection)
+        q.copy_(x)
+
+
+def _reflect(x: Tensor, v: Tensor, factor: float) -> None:
+    x -= factor * tree_sum(v * x).item() * v
+
+
+@kernel
 def _add(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> None:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
         left, right = _exact_factors(left, right)
@@ -249,6 +311,11 @@ def _add_products(
 @kernel
 def _store(xs: list[Tensor], rows: list[int], a: list[Tensor], b: list[Tensor]) -> Flag:
     for x, n, left, right in zip(xs, rows, a, b, strict=True):
+        if flags.in_main_memory(x.device) and len(left) <= PORTABLE_RANK:
+            matrix = torch.mul(left[0][:, None], right[0], out=x.view(n, -1))
+            for column, row in zip(left[1:], right[1:], strict=True):
+                matrix += column[:, None] * row
+            continue
         left, right = _exact_factors(left, right)
         with one_thread():
             # Elsewhere BLAS may round differently, and workers' tensors may lie differently.

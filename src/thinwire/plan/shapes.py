@@ -112,6 +112,12 @@ def _norm(x: Tensor, dim: int | None = None, keepdim: bool = False, dtype: torch
     return _empty((), dtype or x.dtype) if dim is None else x.narrow(dim, 0, min(1, x.shape[dim]))
 
 
+def _amax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    if dim is None:
+        return _empty((), x.dtype)
+    return x.narrow(dim, 0, 1) if keepdim else x.select(dim, 0)
+
+
 def _product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return _empty((a.shape[0], b.shape[1]), a.dtype) if out is None else out
 
@@ -133,10 +139,9 @@ RULES: dict[str, Callable[..., Any]] = {
     "all": lambda x: _empty((), torch.bool),
     "linalg_vector_norm": _norm,
     "addmm": lambda x, a, b, **_: _empty(x.shape, x.dtype),
-    # Q of a tall matrix has its shape, and nobody reads R.
-    "linalg_qr": lambda x: _QR(x, _empty((x.shape[1], x.shape[1]), x.dtype)),
-    "amax": lambda x, dim, keepdim=False: x.narrow(dim, 0, 1) if keepdim else x.select(dim, 0),
-    **dict.fromkeys(("gt", "lt"), lambda a, b: _empty(a.shape, torch.bool)),
+    "linalg_qr": lambda x: _QR(x, x[..., : x.shape[-1], :]),  # of tall matrices
+    "amax": _amax,
+    **dict.fromkeys(("__eq__", "gt", "lt"), lambda a, b: _empty(a.shape, torch.bool)),
     **dict.fromkeys(("maximum", "minimum"), _elementwise),
     "where": lambda condition, a, b: _elementwise(a, b),
 }

@@ -23,7 +23,7 @@ from .layout import FlatLayout
 from .round import Apply, Arrive, GossipState, Round
 from .values import Parts, flat
 
-Directions = dict[str, Tensor]  # tensor name -> p, (rows, r) of the side that the next half step multiplies
+Directions = dict[str, Tensor]  # tensor name -> p', (r, rows) of the side that the next half step multiplies
 
 
 @dataclass
@@ -63,8 +63,8 @@ class PowerGossip(GossipAverager):
     is one message. Half steps after the first of a round run in `wait`. The topology must be static and undirected.
 
     If q is zero or not finite, a fresh p is drawn instead. Both ends hold the same bits of q, so they decide alike. So
-    non-finite parameters spread, but no edge remembers them. Both ends must round alike, which equal hardware does; on
-    other hardware the two changes are opposite up to rounding. While all workers agree, all differences are zero: so a
+    non-finite parameters spread, but no edge remembers them. Both ends must find the same bits of p: on CPUs, up to rank
+    16, their processors may differ. While all workers agree, all differences are zero: so a
     strategy starts its first round after the first update of the parameters.
 
     Args:
@@ -236,11 +236,11 @@ class _HalfStep:
         finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
         # On a GPU the flag has one condition, for one tensor, and `torch.where` decides without a wait of the host.
         if finite is not True:
-            shape = (self._sides(i)[0], min(self.averager.rank, *self._sides(i)))
+            shape = (min(self.averager.rank, *self._sides(i)), self._sides(i)[0])
             drawn = _orthonormal(self._draw(peer, self.matrices[i][0], shape, device), self.averager.sign_p)
             p = drawn if p is None or isinstance(finite, bool) else torch.where(finite[0], p, drawn)
         assert p is not None
-        return p.t().contiguous()
+        return p
 
     def _draw(self, peer: int, name: str, shape: tuple[int, int], device: torch.device) -> Tensor:
         """Uniform in [-1, 1), by the common seed, the edge, the tensor and the half step."""
@@ -255,7 +255,7 @@ class _HalfStep:
         messages: dict[int, list[Tensor]] = {peer: [x[i] for i in self.vectors] for peer in self.p}
         for products in self._products(x):
             for peer, product in zip(self.p, products, strict=True):
-                messages[peer].append(product.t().reshape(-1))
+                messages[peer].append(product.reshape(-1))
         return {peer: flat(parts) for peer, parts in messages.items()}
 
     def _products(self, x: Parts) -> list[list[Tensor]]:
@@ -273,10 +273,10 @@ class _HalfStep:
         factors: dict[int, list[tuple[Tensor, Tensor]]] = {i: [] for i in self.matrices}
         vectors: dict[int, Tensor] = {}
         for peer, theirs in received.items():
-            # Both ends subtract the higher rank from the lower, so that they hold the same bits of q.
-            sign = 1.0 if self.round.comm.rank < peer else -1.0
-            difference = (self.sent[peer] - theirs).mul_(sign)
-            weight, offset = self.round.receives[peer] * -sign, 0
+            # Both ends subtract the higher rank from the lower, so that they hold the same bits of q, of zeros too.
+            is_lower, own = self.round.comm.rank < peer, self.sent[peer]
+            difference = own - theirs if is_lower else theirs - own
+            weight, offset = self.round.receives[peer] * (-1.0 if is_lower else 1.0), 0
             for i, numel in self.vectors.items():
                 part = difference[offset : offset + numel] * weight
                 vectors[i] = vectors[i].add_(part) if i in vectors else part
@@ -284,11 +284,11 @@ class _HalfStep:
             warm = self.state.memory.directions.setdefault(str(peer), {}) if self.averager.warm_start else {}
             for i, (name, _, _) in self.matrices.items():
                 p, others = self.p[peer][i], self._sides(i)[1]
-                q = difference[offset : offset + others * len(p)].view(others, len(p))
+                q = difference[offset : offset + len(p) * others].view(len(p), others)
                 offset += q.numel()
                 # A view would keep the whole `difference` in memory.
                 warm[name] = q.clone()
-                factors[i].append((p, q.t() * (weight * self.averager.step_size)))
+                factors[i].append((p, q * (weight * self.averager.step_size)))
         matrices = {}
         for i, pairs in factors.items():
             if pairs:
@@ -303,12 +303,10 @@ def _is_matrix(shape: torch.Size) -> bool:
 
 
 def _orthonormal(p: Tensor, signs: bool) -> Tensor:
-    """The columns of p made orthonormal, or rounded to signs; not finite if p is zero or not finite."""
-    norm: Tensor = torch.linalg.vector_norm(p)
+    """The rows of p made orthonormal, or rounded to signs; not finite if p is zero or not finite."""
+    peak = p.abs().amax()
     if signs:
-        rounded = torch.where(p < 0, -torch.ones_like(p), 1.0) / math.sqrt(p.shape[0])
-        # Dividing by False gives infinity, and `norm * 0` keeps NaN: no branch on the host is needed.
-        return rounded / (norm > 0) + norm * 0.0
-    if p.shape[1] == 1:
-        return p / norm
-    return kernels.low_rank.orthonormal(p) / (norm > 0)
+        rounded = torch.where(p < 0, -torch.ones_like(p), 1.0) / math.sqrt(p.numel())
+        # Dividing by False gives infinity, and `peak * 0` keeps NaN: no branch on the host is needed.
+        return rounded / (peak > 0) + peak * 0.0
+    return kernels.low_rank.orthonormal(p) / (peak > 0)

@@ -67,7 +67,7 @@ class Dion(Averager):
         2(W-1)/W * 4 * (sum over matrices of r (n + m)  +  number of dense elements)    bytes per step.
 
     Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`; their result is the mean gradient, to which
-    no momentum is applied. Results have the same bits on all workers with the same processor type and PyTorch build.
+    no momentum is applied. Results have the same bits on all workers, as those of `PowerSGD` do.
 
     Args:
         rank: r, columns of P and Q; higher => more bytes, more directions in an update.
@@ -173,10 +173,8 @@ class Dion(Averager):
 
 def _unit_rows(q: Tensor) -> Tensor:
     """Rows scaled to length 1; a row of zeros stays zero."""
-    peak = q.abs().amax(dim=-1, keepdim=True)
-    q = q / torch.where(peak > 0, peak, 1.0)  # so that squares do not underflow
-    norm = torch.linalg.vector_norm(q, dim=-1, keepdim=True)
-    return torch.where(norm > 0, q / norm, 0.0)
+    units = kernels.low_rank.orthonormal(q.unsqueeze(-2)).squeeze(-2)
+    return torch.where(q.abs().amax(dim=-1, keepdim=True) > 0, units, 0.0)
 
 
 def _or_old(units: Tensor, old: Tensor) -> Tensor:

@@ -47,7 +47,7 @@ def by_shape(function: Callable[..., Tensor], first: Sequence[Tensor], *others: 
 
 def bases(ps: Sequence[Tensor]) -> list[Tensor]:
     """Orthonormal rows that span those of each P' (r, n), whatever its rank; unit vectors if it is zero."""
-    return by_shape(lambda p: kernels.low_rank.orthonormal(p.mT).mT.contiguous(), ps)
+    return by_shape(kernels.low_rank.orthonormal, ps)
 
 
 def scaled_each(ts: Sequence[Tensor], factors: Sequence[float]) -> list[Tensor]:

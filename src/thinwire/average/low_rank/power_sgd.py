@@ -104,8 +104,9 @@ class PowerSGD(Averager):
     Vectors travel dense, and so do matrices too small to gain, `r (n + m) >= n m`. The first Q is random, from the seed,
     the tensor's name and the column, and the same on all workers.
 
-    Results have the same bits on all workers with the same processor type and PyTorch build. Each worker orthogonalises
-    P by Householder's QR, and multiplies P by Q'; the inputs have the same bits everywhere.
+    Results have the same bits on all workers. Each orthogonalises P by Householder's QR, and multiplies P by Q', from inputs
+    that have the same bits everywhere. On CPUs, up to rank 16, processors may differ; else workers need the same type of
+    device and build of PyTorch.
 
     Args:
         rank: r, columns of P and Q; higher => more bytes, better approximation. It may be a schedule of integers. If it
@@ -126,9 +127,9 @@ class PowerSGD(Averager):
         ...     state = averager.init([("x", x)], comm)
         ...     averager.step(state, [("x", x)], comm).wait()
         ...     averager.commit(state)
-        ...     return [round(value, 4) for value in x[:, 0].tolist()]
+        ...     return [round(value, 4) for value in x[1:, 0].tolist()]
         >>> tw.LocalWorld(2).run(worker)[1]
-        [0.0, 1.5, 3.0, 4.5]
+        [1.5, 3.0, 4.5]
     """
 
     rank: int | Schedule = 4

@@ -103,7 +103,6 @@ class LowRank(Codec):
             if not rank:
                 yield torch.zeros_like(x)
                 continue
-            # Each factor has memory of its own: the rounding of a product may depend on its alignment.
             p, q = next(left).view(rank, n), torch.stack(list(islice(left, rank)))
             yield product_of(p, q, x.shape)
 
@@ -132,15 +131,15 @@ class LowRank(Codec):
         found = dict[int, tuple[Tensor, Tensor]]()
         for shape, members in alike.items():
             (n, m), rank, first = matrix_shape(shape), self._rank(shape), segments[members[0]]
-            ms, ps = first.new_zeros(len(members), n * m), first.new_empty(len(members), n, rank)
+            ms, ps = first.new_zeros(len(members), n * m), first.new_empty(len(members), rank, n)
             for matrix, i in zip(ms, members, strict=True):
                 matrix[: shape.numel()] = segments[i].reshape(-1)
             starts = [kernels.uniform(mix_key(keys[i], 0, 0), rank * m, first.device) for i in members]
             ms, qs = ms.view(len(members), n, m), (2.0 * torch.stack(starts) - 1.0).view(len(members), rank, m)
             # The last Q is not made orthonormal: it carries the singular values.
             for turn in range(self.iterations + 1 if rank else 0):
-                qs = qs if turn == 0 else kernels.low_rank.orthonormal(qs.mT).mT
-                ps = kernels.low_rank.orthonormal(ms @ qs.mT)
-                qs = ps.mT @ ms
-            found |= zip(members, zip(ps.mT, qs, strict=True), strict=True)
+                qs = qs if turn == 0 else kernels.low_rank.orthonormal(qs)
+                ps = kernels.low_rank.orthonormal(qs @ ms.mT)
+                qs = ps @ ms
+            found |= zip(members, zip(ps, qs, strict=True), strict=True)
         return [found[i] for i in range(len(segments))]

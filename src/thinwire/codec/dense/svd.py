@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ... import kernels
-from ...kernels.parallel import one_thread
+from ... import debug, kernels
 from ...options import require_integer
 from ...schedule import Schedule
 from ...streams import load_solvers
@@ -94,16 +93,15 @@ class SVD(Codec):
         if self._count(shape) == shape.numel():
             return part.view(shape)
         (n, m), rank = matrix_shape(shape), number(self.rank)
-        # Copies, because the rounding of a matrix product may depend on the alignment of its memory.
-        left, right = (f.clone().view(-1, rank).t() for f in part.split([n * rank, m * rank]))
+        left, right = (f.view(-1, rank).t().contiguous() for f in part.split([n * rank, m * rank]))
         return product_of(left, right, shape)
 
 
 def product_of(p: Tensor, q: Tensor, shape: torch.Size) -> Tensor:
     """The product of factors P' (r, n) and Q' (r, m), without what fills a matrix up, as a tensor of this shape."""
-    with one_thread():
-        product: Tensor = p.t() @ q
-    return product.view(-1)[: shape.numel()].view(shape)
+    product = debug.empty(p.shape[1] * q.shape[1], dtype=torch.float32, device=p.device)
+    kernels.low_rank.store([product], [p.shape[1]], [p], [q])
+    return product[: shape.numel()].view(shape)
 
 
 def best_factors(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
