@@ -1,4 +1,4 @@
-"""What workers have in common gets the same bits on processors with and without AVX, but for cosine transforms."""
+"""What workers have in common gets the same bits on processors with and without AVX."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DECODED = [
     *(tw.codec.LowRank(rank, values) for rank, values in ((1, tw.Cast()), (16, tw.QSGD(bits=4)))),
 ]
 AVERAGERS = [
-    *(tw.Mean(codec, min_ndim=0) for codec in CODECS if not any(name in repr(codec) for name in ("DCT", *OWN))),
+    *(tw.Mean(codec, min_ndim=0) for codec in CODECS if not any(name in repr(codec) for name in OWN)),
     tw.PowerSGD(rank=1),
     tw.PowerSGD(rank=7),
     tw.average.Dion(rank=8),

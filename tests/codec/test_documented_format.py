@@ -59,11 +59,9 @@ def check(codec: tw.codec.Codec, payload: bytes, shapes: list[tuple[int, ...]], 
 
 
 def tolerance(codec: tw.codec.Codec, largest: float) -> dict[str, float]:
-    """None, but for products of matrices, whose sums the page leaves in any order: float64 in DCT, float32 in factors."""
+    """None, but for products of factors, whose sums the page leaves in any order."""
     if isinstance(codec, (tw.codec.SVD, tw.codec.LowRank)):
         return {"rtol": 1e-6, "atol": 1e-6 * largest}
-    if "DCT" in repr(codec):
-        return {"rtol": 2**-23, "atol": 1e-14 * largest}
     return {"rtol": 0, "atol": 0}
 
 

@@ -18,7 +18,7 @@ from thinwire import kernels
 GOLDEN = Path(__file__).parents[1] / "golden" / "codecs.json"
 AGREED = Path(__file__).parents[1] / "golden" / "agreed.json"
 KEY = tw.codec.Key(seed=1, stream=2, step=3)
-# Orthogonal vectors have the sign and the rounding of LAPACK's build; test_lowrank.py holds their layout.
+# Sums have the rounding of the build of BLAS; test_lowrank.py holds their layout.
 NOT_BITWISE = (tw.codec.SVD, tw.codec.LowRank)
 
 

@@ -381,7 +381,8 @@ def transformed(codec: Any, data: Reader, shapes: Shapes, weight: np.float32, ke
                 x = y[first : first + tile.size].reshape(tile.shape)
                 first += tile.size
                 if dct:
-                    x = np.float32(basis(tile.shape[0]).T @ np.float64(x) @ basis(tile.shape[1]))
+                    across = basis(tile.shape[0]).T @ short(x, tile.shape[0])
+                    x = np.float32(short(across, tile.shape[1]) @ basis(tile.shape[1]))
                 added[i][tile] = x * weight
     return added
 
@@ -400,11 +401,25 @@ def largest_divisor(n: int, limit: int) -> int:
 
 
 def basis(n: int) -> Array:
-    """Transforms: `B_n`."""
+    """Transforms: `B_n`, in multiples of `2^-b`."""
     k, i = np.arange(n)[:, None], np.arange(n)
     b = np.sqrt(2 / n) * np.cos(np.pi * (i + 0.5) * k / n)
     b[0] /= np.sqrt(2)
-    return b
+    return np.rint(b * 2.0 ** num_bits(n)) * 2.0 ** -num_bits(n)
+
+
+def num_bits(n: int) -> int:
+    """Transforms: `b`."""
+    return math.floor((53 - math.log2(n) / 2) / 2)
+
+
+def short(x: Array, n: int) -> Array:
+    """Transforms: in multiples of `2^(1 - b) p`."""
+    x, peak = np.float64(x), np.abs(x).max()
+    if peak == 0 or not np.isfinite(peak):
+        return x * np.where(np.isfinite(peak), 1.0, np.nan)
+    unit = 2.0 ** (math.frexp(peak)[1] - num_bits(n))
+    return np.rint(x / unit) * unit
 
 
 def matrix(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -37,6 +37,8 @@ from .wrapper import Wrapper
 
 CACHED = 1 << 16
 """Elements whose products, in float64, stay in the second-level cache."""
+_EXPONENT = 0x7FF << 52
+"""The bits of a float64's power of two."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,8 +137,9 @@ class DCT(Transform):
 
         Y = B_h X B_w',   B_n[k, i] = sqrt(2/n) cos(pi (i + 1/2) k / n),  row 0 divided by sqrt(2)
 
-    Products are taken in float64 and rounded to float32. Equal bytes on all workers need the same processor type and build
-    of PyTorch, as for all matrix products. A finite tensor may overflow to infinities near the end of float32's range.
+    Results have the same bits on every device: sums are exact in float64. So each factor has b bits, 25 for tiles of 64:
+    B_n is rounded to multiples of 2^-b, and X and then B_h X of a tile to multiples of 2^(1-b) times the largest power of
+    two up to their peak. A finite tensor may overflow to infinities near the end of float32's range.
 
     Args:
         size: rows and columns of a tile; higher => more of the energy in few frequencies, more arithmetic.
@@ -156,13 +159,11 @@ class DCT(Transform):
 
     def _tile(self, tiles: Tensor) -> Tensor:
         left, right = (in_use(_basis(n, tiles.device)) for n in tiles.shape[2:])
-        product: Tensor = (left @ tiles.double() @ right.t()).float()
-        return product
+        return _product(left, tiles, right.t())
 
     def _untile(self, tiles: Tensor) -> Tensor:
         left, right = (in_use(_basis(n, tiles.device)) for n in tiles.shape[2:])
-        product: Tensor = (left.t() @ tiles.double() @ right).float()
-        return product
+        return _product(left.t(), tiles, right)
 
 
 @dataclass(frozen=True, repr=False)
@@ -254,12 +255,29 @@ def _largest_divisor(n: int, limit: int) -> int:
 
 @lru_cache(maxsize=32)
 def _basis(n: int, device: torch.device) -> Tensor:
-    """The orthonormal DCT-II matrix (n, n) in float64, one frequency a row. All streams of a GPU share it."""
-    k = torch.arange(n, dtype=torch.float64, device="cpu")[:, None]
-    i = torch.arange(n, dtype=torch.float64, device="cpu")[None]
-    basis = torch.cos(math.pi * (i + 0.5) * k / n) * math.sqrt(2 / n)
+    """The orthonormal DCT-II matrix (n, n), one frequency a row, rounded for exact sums. All streams of a GPU share it."""
+    k, i = torch.arange(n, device="cpu")[:, None], torch.arange(n, device="cpu")
+    basis = torch.cos(((2 * i + 1) * k % (4 * n)).double() * math.pi / (2 * n)) * math.sqrt(2 / n)
     basis[0] /= math.sqrt(2)
-    return basis.to(device)
+    return torch.round(basis * 2 ** _bits(n)).div(2 ** _bits(n)).to(device)
+
+
+def _bits(n: int) -> int:
+    """Of factors, such that sums of n products with a vector of length 1 are exact: `2 bits + log2(n) / 2 <= 53`."""
+    return int((53 - math.log2(n) / 2) / 2)
+
+
+def _product(left: Tensor, tiles: Tensor, right: Tensor) -> Tensor:
+    product: Tensor = (_round(left @ _round(tiles.double(), len(left)), len(right)) @ right).float()
+    return product
+
+
+def _round(x: Tensor, n: int) -> Tensor:
+    """Round tiles, in place, to as many bits as the basis of n has, of the largest power of two up to a tile's peak."""
+    peaks = x.abs().amax((-2, -1), keepdim=True)
+    powers = (peaks.view(torch.int64) & _EXPONENT).view(torch.float64)  # infinite if the peak is not finite
+    large = powers * (1.5 * 2 ** (53 - _bits(n)))  # the last bit of such a number is the one to round to
+    return x.add_(large).sub_(large)
 
 
 def _matrix_shape(shape: torch.Size) -> tuple[int, int]:
