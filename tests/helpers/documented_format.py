@@ -430,6 +430,14 @@ def matrix(shape: tuple[int, ...]) -> tuple[int, int]:
     return -(-math.prod(shape) // max(columns, 1)), columns
 
 
+def product(left: Array, right: Array) -> Array:
+    """Low-rank factors, vector by vector: outer products are added up in order, and each operation is rounded."""
+    total = np.outer(left[0], right[0])
+    for a, b in zip(left[1:], right[1:], strict=True):
+        total += np.outer(a, b)
+    return total
+
+
 def svd(r: int, data: Reader, shapes: Shapes, weight: np.float32) -> list[Array]:
     """Low-rank factors, `SVD`."""
     added = []
@@ -437,7 +445,7 @@ def svd(r: int, data: Reader, shapes: Shapes, weight: np.float32) -> list[Array]
         (n, m), size = matrix(shape), math.prod(shape)
         if r * (n + m) < size:
             left, right = data.floats(n * r).reshape(n, r), data.floats(m * r).reshape(m, r)
-            added.append(weight * (left @ right.T).ravel()[:size])
+            added.append(weight * product(left.T, right.T).ravel()[:size])
         else:
             added.append(weight * data.floats(size))
     return added
@@ -451,9 +459,9 @@ def low_rank(codec: Any, data: Reader, shapes: Shapes, weight: np.float32) -> li
     )
     added = []
     for shape, (n, _, r) in zip(shapes, sides, strict=True):
-        p = next(factors).reshape(r, n).T if r else np.zeros((n, 0), np.float32)
-        q = np.stack([next(factors) for _ in range(r)]) if r else np.zeros((0, 0), np.float32)
-        added.append(weight * (p @ q).ravel()[: math.prod(shape)])
+        p = next(factors).reshape(r, n) if r else np.zeros((1, 0), np.float32)
+        q = np.stack([next(factors) for _ in range(r)]) if r else p
+        added.append(weight * product(p, q).ravel()[: math.prod(shape)])
     return added
 
 

@@ -268,7 +268,8 @@ def _bits(n: int) -> int:
 
 
 def _product(left: Tensor, tiles: Tensor, right: Tensor) -> Tensor:
-    product: Tensor = (_round(left @ _round(tiles.double(), len(left)), len(right)) @ right).float()
+    across = left @ _round(tiles.to(torch.float64, copy=True), len(left))
+    product: Tensor = (_round(across, len(right)) @ right).float()
     return product
 
 
