@@ -83,7 +83,7 @@ Data low_rank() {
     Floats sums(matrices), products(of_rows), stored(matrices);
     low_rank_add_products(moved.inputs(), xs.inputs(), 0.5f, rows, bs.inputs(), sums.outputs(), products.outputs());
     const bool finite = low_rank_store(stored.outputs(), rows, as.inputs(), bs.inputs());
-    Floats bases({2 * 60, 2 * 3});
+    Floats bases({2 * 60, 3 * 3});
     low_rank_orthonormal(vector_of(flat(gradients({2 * 60}, 97))), 2, 60, bases.outputs()[0]);
     low_rank_orthonormal(vector_of(flat(gradients({4 * 3}, 98))), 4, 3, bases.outputs()[1]);
     return joined(left, right, moved, sums, products, stored, finite, bases);
