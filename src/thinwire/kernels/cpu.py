@@ -163,11 +163,12 @@ def sign_encode(xs: list[Tensor], out: Tensor, residuals: list[Tensor] | None, f
 
 
 @low_rank._orthonormal.runs_on("cpu")
-def low_rank_orthonormal(x: Tensor, rank: int, out: Tensor) -> None:
+def low_rank_orthonormal(x: Tensor, out: Tensor) -> None:
+    rank, n = x.shape[-2:]
     if rank <= low_rank.PORTABLE_RANK:
-        _native.low_rank_orthonormal(x.numpy(), rank, x.shape[-1], out.numpy())
+        _native.low_rank_orthonormal(x.numpy(), rank, n, out.numpy())
     else:
-        low_rank._orthonormal.reference(x, rank, out)
+        low_rank._orthonormal.reference(x, out)
 
 
 def _buffers(b: momentum.Buffers) -> tuple[list[Array], list[Array], list[Array], list[Array], list[Array]]:

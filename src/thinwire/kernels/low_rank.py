@@ -78,7 +78,7 @@ def orthonormal(x: Tensor) -> Tensor:
         )
     *stack, rank, n = x.shape
     out = debug.empty(*stack, min(rank, n), n, dtype=torch.float32, device=x.device)
-    _orthonormal.on[x.device.type](x.detach(), rank, out)
+    _orthonormal.on[x.device.type](x.detach(), out)
     return out
 
 
@@ -237,7 +237,8 @@ def _products(xs: list[Tensor], rows: list[int], ps: list[Tensor], left: bool, o
 
 
 @kernel
-def _orthonormal(x: Tensor, rank: int, out: Tensor) -> None:
+def _orthonormal(x: Tensor, out: Tensor) -> None:
+    rank = x.shape[-2]
     if flags.in_main_memory(x.device) and rank <= PORTABLE_RANK:
         for vectors, result in zip(x.view(-1, *x.shape[-2:]), out.view(-1, *out.shape[-2:]), strict=True):
             _by_reflections(vectors.double(), result)
