@@ -445,6 +445,27 @@ def test_a_thread_that_has_waited_destroys_nothing_while_its_process_ends(tmp_pa
         assert (program.wait(150), program.stdout) == (3, ""), program.stderr
 
 
+def ends_while_a_thread_makes_finalizers():
+    def work():
+        with until_exit(stop.set):
+            while not stop.is_set():
+                weakref.finalize(has_begun, print).detach()
+                has_begun.set()
+
+    has_begun, stop = threading.Event(), threading.Event()
+    sys.setswitchinterval(1e-6)
+    sys.modules["many"] = [weakref.finalize(has_begun, abs, -1) for _ in range(10_000)]
+    threading.Thread(target=work, daemon=True).start()
+    has_begun.wait()
+    sys.exit(3)
+
+
+def test_a_process_ends_quietly_while_a_thread_makes_finalizers(tmp_path):
+    """Python's own handler fails if their table changes while it goes through it."""
+    with programs(ends_while_a_thread_makes_finalizers, [()], tmp_path) as (program,):
+        assert (program.wait(150), program.stderr) == (3, "")
+
+
 def averages_and_ends(rank, folder):
     """The script never detaches, and the thread that averages goes on."""
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)

@@ -9,21 +9,32 @@ engine of our own connections looks after the threads that it serves: see `nativ
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from weakref import finalize
 
 EXIT_SECONDS = 2.0  # for threads to end what they do
 
 _at_work: dict[int, Callable[[], object]] = {}  # by thread: what ends its wait
+_before: dict[finalize[..., Any], None] = {}
 _afterwards: list[Callable[[], object]] = []
 _is_ending = False
 _never = threading.Lock()
 _never.acquire()
+
+
+def before_work_ends(finalizer: finalize[..., Any]) -> None:
+    """Call this finalizer at the end of the process, before threads are waited for, unless its object is gone by then."""
+    for earlier in list(_before):
+        if not earlier.alive:
+            _before.pop(earlier, None)
+    _before[finalizer] = None
 
 
 def after_work(call: Callable[[], object]) -> None:
@@ -75,6 +86,8 @@ def _stay(thread: int) -> None:
 def _end_work() -> None:
     global _is_ending
     _is_ending = True
+    for finalizer in list(_before):
+        finalizer()
     for interrupt in list(_at_work.values()):
         interrupt()
     now = time.monotonic()
@@ -89,6 +102,8 @@ def _end_work() -> None:
         call()
 
 
-# Finalizers run in the reverse order of their making, so connections of our own are closed before.
-finalize(until_exit, _end_work)
+# Python runs handlers in the reverse order of their registration. So this one runs before that of all finalizers, which Python
+# registers with the first of them: it goes through a table, and fails if a thread makes or drops a finalizer meanwhile.
+finalize(until_exit, _end_work).detach()
+atexit.register(_end_work)
 os.register_at_fork(after_in_child=_at_work.clear)  # a fork does not have the threads

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...algorithm import require
 from ...messages import log
-from ..exit import after_work
+from ..exit import after_work, before_work_ends
 from ..handle import CommunicationError
 from ..numbered import TaggedMessage
 from .connections import Connections, Contact, Place, WrongContact
@@ -100,6 +100,7 @@ class Endpoint:
         self._alive: dict[int, list[Tensor]] = {}  # the memory of the engine's operations
         self._lock = threading.Lock()
         self._forgotten = finalize(self, _end, self.engine, self.connections, os.getpid())
+        before_work_ends(self._forgotten)
         secret = secrets.token_bytes(SECRET_BYTES).hex() if rank == 0 else ""
         try:
             said = gather([*self.connections.contact, secret])
