@@ -11,13 +11,14 @@ OLDEST_TRITON := build/triton/3.6.0
 # What the installed package depends on. Modules are read from src/ and need no installation, but for new packages.
 SOURCES := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/* native/*/*) $(shell find src/thinwire -name __init__.py)
 
-.PHONY: help setup demo test test-all test-triton test-oldest-triton test-gpu bench-gpu sanitize docs lint wheel clean
+.PHONY: help setup demo test test-all test-triton test-streams test-oldest-triton test-gpu bench-gpu sanitize docs lint wheel clean
 
 help:
 	@echo "make demo    train four ways on handwritten digits: one table, one figure, under three minutes"
 	@echo "make test    run the tests of the library and the command line"
 	@echo "make test-all   run all tests: also whole runs of several processes, trainers, notebook, package of a method, pages of the guide, launchers, GPU script, network lab"
 	@echo "make test-triton   hold the GPU kernels to the reference in an interpreter, and compile them; needs no GPU"
+	@echo "make test-streams   train on a simulated GPU, which checks that streams wait for each other; needs no GPU"
 	@echo "make test-oldest-triton   hold the machine code that the oldest supported Triton makes to the same"
 	@echo "make test-gpu   run the tests that need a GPU"
 	@echo "make bench-gpu  measure codecs and training steps on a GPU"
@@ -66,6 +67,9 @@ test-triton: $(READY) $(OLDEST_TRITON)
 	THINWIRE_FAKE_GPU=1 PYTHONPATH=tests $(LAUNCHES)
 	THINWIRE_FAKE_GPU=1 PYTHONPATH=$(OLDEST_TRITON):tests $(LAUNCHES)
 	$(TRITON) tests/kernels/triton/check_compiled.py
+
+test-streams: $(READY)
+	PYTHONPATH=tests $(TRITON) -p helpers.simulated_gpu -W ignore tests/gpu/check_training.py tests/gpu/check_simulated.py
 
 # The oldest Triton that is supported, beside the one that PyTorch brings.
 $(OLDEST_TRITON): | $(READY)

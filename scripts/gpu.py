@@ -105,7 +105,9 @@ def run(parts: Sequence[Part], dry: bool, name: str) -> list[dict[str, Any]]:
         for part in parts:
             (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
             if not _left_out(part, dry):
-                running[part.name] = _started(_command(part, dry), RESULTS / f"{part.name}.log", environment(dry))
+                running[part.name] = _started(
+                    _command(part, dry), RESULTS / f"{part.name}.log", environment(dry and part.name != "training")
+                )
         while len(seconds) < len(running) and time.monotonic() < began + LIMIT_SECONDS:
             time.sleep(0.1)
             ended = [name for name, process in running.items() if process.poll() is not None]
@@ -150,8 +152,8 @@ def _command(part: Part, dry: bool) -> list[str]:
         return [sys.executable, str(ROOT / "scripts" / "gpu_speed.py"), part.name, str(RESULTS)]
     processes = min(part.processes, os.cpu_count() or 1)
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
-    if dry and part.name != "training":
-        pytest += ["-p", "helpers.compile_launches"]
+    if dry:
+        pytest += ["-p", "helpers.simulated_gpu" if part.name == "training" else "helpers.compile_launches"]
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"]
     return [*(sanitizer if part.name == "sanitizer" else []), *pytest, "-p", "no:cacheprovider", *part.files]
 

@@ -1,6 +1,6 @@
 """Training on a GPU: one worker over NCCL, two workers on one GPU over Gloo, and streams under load.
 
-Where `THINWIRE_FAKE_GPU=1`, tensors are in main memory, and what needs streams is left out.
+All of it runs on a simulated GPU too, but for what needs NCCL or the GPU's own clock; see `helpers.simulated_gpu`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ import thinwire as tw
 from thinwire.comm import LocalWorld, ProcessGroupCommunicator, issuer
 from thinwire.comm.compare import digests
 
-HAS_STREAMS = GPU.type == "cuda"
-needs_streams = pytest.mark.skipif(not HAS_STREAMS, reason="needs a GPU")
+HAS_NCCL = dist.is_nccl_available()  # and so a GPU that is not simulated
+needs_nccl = pytest.mark.skipif(not HAS_NCCL, reason="needs a GPU")
 AVERAGERS = [
     tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()),
     tw.Mean(tw.TopK(0.1), tw.MomentumCorrection(0.9)),
@@ -60,7 +60,6 @@ def assert_same(a: list[torch.Tensor], b: list[torch.Tensor]) -> None:
     assert all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-@needs_streams
 @pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
 def test_streams_under_load(averager, monkeypatch):
     """Kernels of other threads change nothing, nor does memory that they take on the same streams, fill and free.
@@ -129,7 +128,7 @@ def backward_beside_a_late_worker(comm) -> tuple[float, float]:
     return began.elapsed_time(ended), began.elapsed_time(done)
 
 
-@needs_streams
+@needs_nccl
 def test_backward_does_not_queue_behind_an_exchange():
     (backward, whole), _ = spawn(2, backward_beside_a_late_worker, timeout_seconds=300)
     assert backward < 500 and whole > 1500, (backward, whole)
@@ -138,8 +137,8 @@ def test_backward_does_not_queue_behind_an_exchange():
 @pytest.fixture
 def one_worker():
     """The default process group of one worker, over NCCL."""
-    options = {"device_id": GPU} if HAS_STREAMS else {}
-    dist.init_process_group("nccl" if HAS_STREAMS else "gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+    options = {"device_id": GPU} if HAS_NCCL else {}
+    dist.init_process_group("nccl" if HAS_NCCL else "gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
     yield
     dist.destroy_process_group()
 
@@ -150,7 +149,7 @@ def test_one_worker_over_nccl(one_worker, averager):
         assert_same(train(comm, averager), LocalWorld(1).run(train, averager)[0])
 
 
-@needs_streams
+@needs_nccl
 @pytest.mark.parametrize("averager", AVERAGERS[:3], ids=repr)
 def test_messages_of_a_late_stream_over_nccl(one_worker, averager, monkeypatch):
     """Memory of an exchange is not handed out again while the stream of messages, which works late here, uses it."""
@@ -180,7 +179,7 @@ def test_ddp_of_one_worker_over_nccl(one_worker, averager):
                 assert torch.equal(ours.grad, theirs.grad)
 
 
-@needs_streams
+@needs_nccl
 def test_bytes_travel_point_to_point_over_nccl(one_worker):
     """A send to itself and its receive, started as one operation as those to peers are."""
     group, sent = dist.group.WORLD, torch.arange(256, dtype=torch.uint8, device=GPU)
@@ -249,7 +248,7 @@ def with_amp(comm) -> list[torch.Tensor]:
     with tw.compress_gradients(net, averager, comm=comm, scaler=scaler, bucket_bytes=100_000):
         for _ in range(8):
             optimizer.zero_grad()
-            with torch.autocast(GPU.type, torch.float16 if HAS_STREAMS else torch.bfloat16):
+            with torch.autocast(GPU.type, torch.float16):
                 loss = net(torch.randn(64, 256, generator=generator).to(GPU)).float().square().mean()
             scaler.scale(loss).backward()
             scaler.step(optimizer)
@@ -281,7 +280,6 @@ def test_two_workers_of_a_strategy_agree_on_one_gpu(worker):
     assert not torch.equal(first[0], next(model().parameters()).detach().cpu())
 
 
-@needs_streams
 def test_seconds_are_those_of_the_gpu():
     def worker(comm):
         net = model()
@@ -293,7 +291,6 @@ def test_seconds_are_those_of_the_gpu():
     assert {"encode", "decode", "blocked"} <= seconds.keys() and all(0 <= s < 60 for s in seconds.values())
 
 
-@needs_streams
 def test_a_captured_step_is_refused():
     def worker(comm):
         net = model()
@@ -307,6 +304,36 @@ def test_a_captured_step_is_refused():
                     loss.backward()
 
     LocalWorld(1).run(worker)
+
+
+def after_an_error(comm, averager) -> list[torch.Tensor]:
+    """Rank 1 loses a batch to an error, with some buckets of its backward pass sent, and goes on with the next one."""
+    net, fails = model(), []
+
+    def explode(grad: torch.Tensor) -> None:
+        if fails:
+            fails.clear()
+            raise torch.OutOfMemoryError("on purpose")
+
+    net[1].weight.register_hook(explode)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    generator = torch.Generator().manual_seed(comm.rank)
+    with tw.compress_gradients(net, averager, comm=comm, bucket_bytes=100_000, max_nonfinite=3):
+        for step in range(4):
+            fails += [step] if (comm.rank, step) == (1, 1) else []
+            optimizer.zero_grad()
+            try:
+                net(torch.randn(64, 256, generator=generator).to(GPU)).square().mean().backward()
+            except torch.OutOfMemoryError:
+                continue
+            optimizer.step()
+    return [p.detach().cpu() for p in net.parameters()]
+
+
+@pytest.mark.parametrize("averager", AVERAGERS, ids=repr)
+def test_a_round_that_an_error_broke_off(averager):
+    first, second = LocalWorld(2).run(after_an_error, averager)
+    assert_same(first, second)
 
 
 def sparse_and_of_several_types(comm, device: torch.device) -> list[torch.Tensor]:
@@ -327,7 +354,6 @@ def test_workers_that_own_nothing_and_results_of_several_types():
         assert_same(found, ours)
 
 
-@needs_streams
 def test_hashes_are_those_of_a_copy_that_is_late():
     x = torch.randn(16384, 8192, device=GPU).t()
     expected = digests([x])
@@ -355,7 +381,6 @@ def gradients_of_two_streams(comm, averager, bucket_bytes: int, sleeps: bool) ->
     return [p.grad.cpu() for p in net]
 
 
-@needs_streams
 @pytest.mark.parametrize("granularity, bucket_bytes", [("layer", 100_000), ("model", 1000)])
 def test_gradients_of_two_streams(granularity, bucket_bytes):
     """In one bucket, and in two that are sent together."""

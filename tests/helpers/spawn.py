@@ -37,6 +37,7 @@ from thinwire.comm.transport import connect
 # One server for all processes that tests start: it imports what they need once, and forks them in milliseconds.
 CONTEXT = multiprocessing.get_context("forkserver")
 PRELOADED = [
+    *(name for name in ("helpers.simulated_gpu",) if name in sys.modules),  # it must be imported before PyTorch
     *("torch", "torch.distributed", "torch._dynamo"),  # optimizers import the last one
     *("thinwire.strategy", "thinwire.codec", "pytest", "hypothesis.strategies"),
 ]

@@ -136,9 +136,10 @@ class GradientRounds:
         if self._is_open:  # an error broke off the last backward pass
             rest = self._send_rest()
             self._finish_late()
-            for handle in [*self._finishing, *rest]:
-                with suppress(Exception):  # `_end_backward` has raised it, if it came to that
-                    handle.wait()
+            with self._work.continued():
+                for handle in [*self._finishing, *rest]:
+                    with suppress(Exception):  # `_end_backward` has raised it, if it came to that
+                        handle.wait()
             self._work.join()
             self._kept.clear()
             self._averager.discard(self._state)

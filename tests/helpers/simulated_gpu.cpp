@@ -1,0 +1,559 @@
+// A GPU in main memory, which keeps account of streams: see simulated_gpu.py.
+//
+// Operations on "cuda" tensors run on the CPU at once. What a GPU would leave open is checked by vector clocks. A stream's clock
+// says how far into each stream it has waited, by events or because the host has; each operation is one tick of its stream.
+// Memory remembers who used which of its bytes and when. An error is
+//   - an operation that reads what another stream writes, or writes what another one uses, without having waited for it;
+//   - an allocation that may get memory which was freed while another stream used it, without `record_stream`.
+// A copy to pinned memory that does not block happens when the host waits for it; until then the memory holds 0xFF.
+// All host threads share one clock, so what one of them has waited for counts for all.
+
+#include <ATen/ATen.h>
+#include <ATen/CPUGeneratorImpl.h>
+#include <ATen/EmptyTensor.h>
+#include <ATen/TensorUtils.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/reducer_timer.hpp>
+#include <torch/library.h>
+
+#include <chrono>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <set>
+#include <sstream>
+#include <string>
+#include <vector>
+
+namespace {
+
+using at::Tensor;
+using c10::DeviceType;
+using c10::IValue;
+
+const c10::Device GPU(DeviceType::CUDA, 0);
+
+// ---- who has waited for whom ----
+
+using Clock = std::map<int64_t, uint64_t>;  // by stream: how many of its operations are over
+
+struct Use {
+    size_t begin, end;  // bytes
+    int64_t stream;
+    uint64_t tick;
+    bool writes;
+    std::string operation;
+};
+
+struct Memory {
+    void* base;
+    size_t size;
+    int64_t stream;  // on which it is handed out again
+    std::vector<Use> uses;
+    std::set<int64_t> recorded;
+};
+
+struct LateCopy {
+    int64_t stream;
+    uint64_t tick;
+    Tensor target, source;
+};
+
+// Nothing is done under the lock that needs Python's: a tensor may have an object there, which a change of its count looks at.
+std::mutex lock;
+std::map<int64_t, Clock> clocks;
+Clock host;
+std::map<int64_t, std::vector<Use>> in_use_when_freed;  // by the stream on which the memory may be handed out again
+std::vector<LateCopy> late;
+std::vector<std::string> races;
+std::set<const void*> pinned;
+std::set<const void*> unordered;  // memory on which streams add without an order
+int64_t num_streams = 1;
+thread_local int64_t current = 0;
+
+void wait(Clock& clock, const Clock& other) {
+    for (auto& [stream, tick] : other) clock[stream] = std::max(clock[stream], tick);
+}
+
+bool is_over(const Use& use, const Clock& clock) {
+    auto found = clock.find(use.stream);
+    return found != clock.end() && found->second >= use.tick;
+}
+
+void raise(const std::string& race) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        races.push_back(race);
+    }
+    TORCH_CHECK(false, race);
+}
+
+std::string described(const Use& use) {
+    return std::string(use.writes ? "the write" : "the read") + " by " + use.operation + " on stream " + std::to_string(use.stream);
+}
+
+// One operation on the current stream; the tensors that it reads and writes.
+struct Operation {
+    std::string name;
+    std::vector<std::pair<Tensor, bool>> tensors;
+
+    void use(const Tensor& tensor, bool writes) {
+        if (tensor.defined() && tensor.is_cuda() && tensor.numel()) tensors.emplace_back(tensor, writes);
+    }
+
+    uint64_t start() const {
+        std::string race;
+        uint64_t tick;
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            Clock& clock = clocks[current];
+            wait(clock, host);
+            tick = ++clock[current];
+            for (auto& [tensor, writes] : tensors) {
+                if (race.empty()) race = note(tensor, writes, clock, tick);
+            }
+        }
+        if (!race.empty()) raise(race);
+        return tick;
+    }
+
+private:
+    std::string note(const Tensor& tensor, bool writes, const Clock& clock, uint64_t tick) const {
+        auto& memory = *static_cast<Memory*>(tensor.storage().data_ptr().get_context());
+        if (unordered.count(memory.base)) return "";
+        int64_t last = 0;
+        for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
+        size_t begin = static_cast<char*>(tensor.data_ptr()) - static_cast<char*>(memory.base);
+        Use now{begin, begin + (last + 1) * tensor.element_size(), current, tick, writes, name};
+        std::vector<Use> uses;
+        std::string race;
+        for (auto& use : memory.uses) {
+            bool waited = is_over(use, clock), meets = use.begin < now.end && now.begin < use.end;
+            if (meets && !waited && (writes || use.writes)) race = described(now) + " has not waited for " + described(use);
+            // A later use that waits for this one waits for those before it too.
+            bool covered = waited && now.begin <= use.begin && use.end <= now.end && (writes || (!use.writes && use.stream == current));
+            if (!covered) uses.push_back(use);
+        }
+        uses.push_back(now);
+        memory.uses = std::move(uses);
+        return race;
+    }
+};
+
+void host_waits(const Clock& clock) {
+    std::vector<LateCopy> due;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        wait(host, clock);
+        auto is_late = [](const LateCopy& copy) { return host[copy.stream] < copy.tick; };
+        auto first_due = std::partition(late.begin(), late.end(), is_late);
+        due.assign(std::make_move_iterator(first_due), std::make_move_iterator(late.end()));
+        late.erase(first_due, late.end());
+    }
+    for (auto& copy : due) copy.target.copy_(copy.source);
+}
+
+Clock clock_of(int64_t stream) {
+    std::lock_guard<std::mutex> guard(lock);
+    wait(clocks[stream], host);
+    return clocks[stream];
+}
+
+// ---- memory ----
+
+void free_memory(void* context) {
+    auto* memory = static_cast<Memory*>(context);
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        for (auto& use : memory->uses) {
+            if (use.stream != memory->stream && !memory->recorded.count(use.stream)) in_use_when_freed[memory->stream].push_back(use);
+        }
+        unordered.erase(memory->base);
+    }
+    if (memory->base) memset(memory->base, 0xFF, memory->size);
+    free(memory->base);
+    delete memory;
+}
+
+void* aligned(size_t size) {
+    void* base = nullptr;
+    if (posix_memalign(&base, 512, size)) throw std::bad_alloc();
+    memset(base, 0xFF, size);
+    return base;
+}
+
+struct Allocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t size) override {
+        std::string race;
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            wait(clocks[current], host);
+            for (auto& use : in_use_when_freed[current]) {
+                if (!is_over(use, clocks[current])) race = "memory was freed and may be taken again before " + described(use);
+            }
+            in_use_when_freed[current].clear();
+        }
+        if (!race.empty()) raise(race);
+        void* base = size ? aligned(size) : nullptr;
+        return {base, new Memory{base, size, current, {}, {}}, &free_memory, GPU};
+    }
+    void copy_data(void* target, const void* source, size_t size) const override { memcpy(target, source, size); }
+} allocator;
+
+void free_pinned(void* base) {
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        pinned.erase(base);
+    }
+    free(base);
+}
+
+struct PinnedAllocator final : c10::Allocator {
+    c10::DataPtr allocate(size_t size) override {
+        void* base = aligned(std::max<size_t>(size, 1));
+        std::lock_guard<std::mutex> guard(lock);
+        pinned.insert(base);
+        return {base, base, &free_pinned, c10::Device(DeviceType::CPU)};
+    }
+    void copy_data(void* target, const void* source, size_t size) const override { memcpy(target, source, size); }
+} pinned_allocator;
+
+// ---- streams and events, as PyTorch asks for them ----
+
+c10::Stream stream_of(int64_t id) { return c10::Stream(c10::Stream::UNSAFE, GPU, id); }
+
+struct Streams final : c10::impl::DeviceGuardImplInterface {
+    DeviceType type() const override { return DeviceType::CUDA; }
+    c10::Device exchangeDevice(c10::Device) const override { return GPU; }
+    c10::Device getDevice() const override { return GPU; }
+    void setDevice(c10::Device) const override {}
+    void uncheckedSetDevice(c10::Device) const noexcept override {}
+    c10::DeviceIndex deviceCount() const noexcept override { return 1; }
+    c10::Stream getStream(c10::Device) const override { return stream_of(current); }
+    c10::Stream getDefaultStream(c10::Device) const override { return stream_of(0); }
+    c10::Stream getNewStream(c10::Device, int) const override {
+        std::lock_guard<std::mutex> guard(lock);
+        return stream_of(num_streams++);
+    }
+    c10::Stream getStreamFromGlobalPool(c10::Device, bool) const override { return getNewStream(GPU, 0); }
+    c10::Stream exchangeStream(c10::Stream stream) const override { return stream_of(std::exchange(current, stream.id())); }
+    void record(void** event, const c10::Stream& stream, c10::DeviceIndex, c10::EventFlag) const override {
+        if (!*event) *event = new Clock;
+        *static_cast<Clock*>(*event) = clock_of(stream.id());
+    }
+    void block(void* event, const c10::Stream& stream) const override {
+        std::lock_guard<std::mutex> guard(lock);
+        if (event) wait(clocks[stream.id()], *static_cast<Clock*>(event));
+    }
+    bool queryEvent(void* event) const override {  // work is over as soon as somebody looks
+        if (event) host_waits(*static_cast<Clock*>(event));
+        return true;
+    }
+    void synchronizeEvent(void* event) const override { queryEvent(event); }
+    void destroyEvent(void* event, c10::DeviceIndex) const noexcept override { delete static_cast<Clock*>(event); }
+    void synchronizeStream(const c10::Stream& stream) const override { host_waits(clock_of(stream.id())); }
+    bool queryStream(const c10::Stream& stream) const override {
+        synchronizeStream(stream);
+        return true;
+    }
+    void synchronizeDevice(c10::DeviceIndex) const override {
+        Clock all;
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            for (auto& [stream, clock] : clocks) wait(all, clock);
+        }
+        host_waits(all);
+    }
+    void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+        std::lock_guard<std::mutex> guard(lock);
+        if (data.device() == GPU) static_cast<Memory*>(data.get_context())->recorded.insert(stream.id());
+    }
+};
+C10_REGISTER_GUARD_IMPL(CUDA, Streams)
+
+struct CUDAHooks final : at::CUDAHooksInterface {  // PyTorch looks for this name
+    explicit CUDAHooks(at::CUDAHooksArgs) {}
+    void init() const override {}
+    bool hasCUDA() const override { return true; }
+    bool isBuilt() const override { return true; }
+    bool isAvailable() const override { return true; }
+    bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+    c10::DeviceIndex deviceCount() const override { return 1; }
+    int getNumGPUs() const override { return 1; }
+    c10::DeviceIndex getCurrentDevice() const override { return 0; }
+    c10::DeviceIndex current_device() const override { return 0; }
+    void setCurrentDevice(c10::DeviceIndex) const override {}
+    c10::DeviceIndex exchangeDevice(c10::DeviceIndex) const override { return 0; }
+    c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex) const override { return 0; }
+    bool isPinnedPtr(const void* data) const override {
+        std::lock_guard<std::mutex> guard(lock);
+        return pinned.count(data);
+    }
+    c10::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator; }
+    c10::Allocator* getCUDADeviceAllocator() const override { return &allocator; }
+};
+using at::CUDAHooksArgs;
+using at::CUDAHooksInterface;
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+// ---- tensors ----
+
+const c10::DispatchKeySet KEYS(c10::DispatchKey::CUDA);
+
+Tensor in_main_memory(const Tensor& tensor) {
+    auto options = tensor.options().device(at::kCPU);
+    if (tensor.numel() == 0) return at::empty_strided(tensor.sizes(), tensor.strides(), options);
+    return at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), options);
+}
+
+Tensor view_of(const Tensor& base, at::IntArrayRef sizes, at::IntArrayRef strides, int64_t offset, at::ScalarType type) {
+    auto made = at::detail::make_tensor<at::TensorImpl>(
+        c10::TensorImpl::VIEW, c10::Storage(base.storage()), base.key_set(), c10::scalarTypeToTypeMeta(type));
+    made.unsafeGetTensorImpl()->set_storage_offset(offset);
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
+    return made;
+}
+
+using Type = std::optional<at::ScalarType>;
+
+Tensor empty(at::IntArrayRef sizes, Type type, std::optional<at::Layout>, std::optional<at::Device>, std::optional<bool>,
+             std::optional<at::MemoryFormat> format) {
+    return at::detail::empty_generic(sizes, &allocator, KEYS, c10::dtype_or_default(type), format);
+}
+
+Tensor empty_strided(at::IntArrayRef sizes, at::IntArrayRef strides, Type type, std::optional<at::Layout>,
+                     std::optional<at::Device>, std::optional<bool>) {
+    return at::detail::empty_strided_generic(sizes, strides, &allocator, KEYS, c10::dtype_or_default(type));
+}
+
+Tensor strided(const Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides, std::optional<int64_t> offset) {
+    return view_of(self, sizes, strides, offset.value_or(self.storage_offset()), self.scalar_type());
+}
+
+Tensor reshape_alias(const Tensor& self, at::IntArrayRef sizes, at::IntArrayRef strides) {
+    return strided(self, sizes, strides, std::nullopt);
+}
+
+Tensor view(const Tensor& self, at::IntArrayRef sizes) {
+    auto made = in_main_memory(self).view(sizes);
+    return strided(self, made.sizes(), made.strides(), std::nullopt);
+}
+
+Tensor unfold(const Tensor& self, int64_t dim, int64_t size, int64_t step) {
+    auto made = in_main_memory(self).unfold(dim, size, step);
+    return strided(self, made.sizes(), made.strides(), std::nullopt);
+}
+
+void resize_storage(const Tensor& self, int64_t size) {
+    auto* storage = self.storage().unsafeGetStorageImpl();
+    auto data = allocator.allocate(size);
+    auto kept = std::min<size_t>(size, storage->nbytes());
+    if (kept) memcpy(data.get(), storage->data(), kept);
+    storage->set_data_ptr(std::move(data));
+    storage->set_nbytes(size);
+}
+
+const Tensor& resize_(const Tensor& self, at::IntArrayRef sizes, std::optional<at::MemoryFormat>) {
+    int64_t numel = c10::multiply_integers(sizes), needed = (numel + self.storage_offset()) * self.element_size();
+    if (numel && static_cast<int64_t>(self.storage().nbytes()) < needed) resize_storage(self, needed);
+    self.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
+    return self;
+}
+
+Tensor& set_(Tensor& self, at::Storage storage, int64_t offset, at::IntArrayRef sizes, at::IntArrayRef strides) {
+    auto* made = self.unsafeGetTensorImpl();
+    made->set_storage_keep_dtype(storage);
+    made->set_storage_offset(offset);
+    made->set_sizes_and_strides(sizes, strides);
+    return self;
+}
+
+Tensor& set_storage_(Tensor& self, at::Storage storage) {
+    int64_t numel = storage.nbytes() / self.element_size(), stride = 1;
+    return set_(self, storage, 0, {&numel, 1}, {&stride, 1});
+}
+
+Tensor& set_tensor_(Tensor& self, const Tensor& source) {
+    return set_(self, source.storage(), source.storage_offset(), source.sizes(), source.strides());
+}
+
+void record_stream(Tensor& self, c10::Stream stream) { Streams().recordDataPtrOnStream(self.storage().data_ptr(), stream); }
+
+at::Scalar item(const Tensor& self) {
+    Operation operation{"item", {}};
+    operation.use(self, false);
+    operation.start();
+    host_waits(clock_of(current));
+    return in_main_memory(self).item();
+}
+
+Tensor& copy_(Tensor& self, const Tensor& source, bool non_blocking) {
+    if (self.is_same(source)) return self;
+    at::NoGradGuard no_grad;
+    Operation operation{"copy_", {}};
+    operation.use(source, false);
+    operation.use(self, true);
+    auto tick = operation.start();
+    auto target = self.is_cuda() ? in_main_memory(self) : self.detach();
+    auto from = (source.is_cuda() ? in_main_memory(source) : source.detach()).expand_as(target);
+    if (non_blocking && !self.is_cuda() && self.is_pinned()) {
+        TORCH_CHECK(self.is_contiguous(), "a copy to strided pinned memory is not simulated");
+        LateCopy copy{current, tick, std::move(target), from.clone()};
+        memset(self.data_ptr(), 0xFF, self.nbytes());
+        std::lock_guard<std::mutex> guard(lock);
+        late.push_back(std::move(copy));
+    } else {
+        target.copy_(from);
+        if (!non_blocking && self.is_cuda() != source.is_cuda()) host_waits(clock_of(current));
+    }
+    return self;
+}
+
+// ---- all other operations ----
+
+const std::set<std::string> TAKE_INDICES{"aten::index.Tensor", "aten::_index_put_impl_"};  // in main memory too
+const std::set<std::string> WAIT{"aten::nonzero", "aten::masked_select", "aten::equal", "aten::_unique2",
+                                 "aten::unique_consecutive", "aten::unique_dim", "aten::repeat_interleave.Tensor"};
+
+at::Generator& generator() {
+    static auto made = at::make_generator<at::CPUGeneratorImpl>(0);
+    return made;
+}
+
+void run(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+    auto& schema = handle.schema();
+    auto begin = stack->size() - schema.arguments().size();
+    Operation operation{c10::toString(handle.operator_name()), {}};
+    std::vector<std::pair<Tensor, Tensor>> pairs;  // a tensor, and its memory as a tensor of the CPU
+    bool host_must_wait = WAIT.count(operation.name);
+    auto moved = [&](const Tensor& tensor, const c10::Argument& argument, bool is_index = false) {
+        bool writes = argument.alias_info() && argument.alias_info()->isWrite();
+        if (!tensor.defined()) return tensor;
+        if (!tensor.is_cuda()) {
+            TORCH_CHECK(!writes && (tensor.dim() == 0 || (is_index && TAKE_INDICES.count(operation.name))),
+                        operation.name, ": '", argument.name(), "' is in main memory, and other tensors are on the GPU");
+            return tensor;
+        }
+        host_must_wait |= is_index && (tensor.scalar_type() == at::kBool || tensor.scalar_type() == at::kByte);
+        operation.use(tensor, writes);
+        pairs.emplace_back(tensor, in_main_memory(tensor));
+        return pairs.back().second;
+    };
+    for (size_t i = 0; i < schema.arguments().size(); ++i) {
+        auto& argument = schema.arguments()[i];
+        auto& value = (*stack)[begin + i];
+        if (value.isTensor()) {
+            value = moved(value.toTensor(), argument);
+        } else if (value.isTensorList()) {
+            auto tensors = value.toTensorVector();
+            for (auto& tensor : tensors) tensor = moved(tensor, argument);
+            value = tensors;
+        } else if (value.isOptionalTensorList()) {
+            auto tensors = value.toOptionalTensorVector();
+            for (auto& tensor : tensors) tensor = tensor ? moved(*tensor, argument, true) : tensor;
+            value = tensors;
+        } else if (value.isDevice()) {
+            value = c10::Device(at::kCPU);
+        } else if (argument.name() == "generator") {
+            TORCH_CHECK(value.isNone(), operation.name, ": expected a generator of 'cuda', got one of the CPU");
+            value = generator();
+        }
+    }
+    operation.start();
+    if (host_must_wait) host_waits(clock_of(current));
+    handle.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+
+    at::NoGradGuard no_grad;
+    Operation results{operation.name, {}};
+    auto filled = [&](const Tensor& tensor, const Tensor& values) {
+        if (values.numel()) in_main_memory(tensor).copy_(values);
+        results.use(tensor, true);
+        return tensor;
+    };
+    for (auto& [tensor, memory] : pairs) {
+        if (memory.sizes() == tensor.sizes()) continue;
+        resize_(tensor, memory.sizes(), std::nullopt);  // what is written to was given a size
+        tensor.unsafeGetTensorImpl()->set_sizes_and_strides(memory.sizes(), memory.strides());
+        filled(tensor, memory);
+    }
+    auto on_gpu = [&](const Tensor& made, bool may_be_view) {
+        if (!made.defined()) return made;
+        for (auto& [tensor, memory] : pairs) {
+            if (memory.is_same(made)) return tensor;
+            auto* base = static_cast<char*>(tensor.storage().mutable_data());
+            auto* data = static_cast<char*>(made.data_ptr());
+            if (may_be_view && made.numel() && data >= base && data < base + tensor.storage().nbytes())
+                return view_of(tensor, made.sizes(), made.strides(), (data - base) / made.element_size(), made.scalar_type());
+        }
+        return filled(at::detail::empty_strided_generic(made.sizes(), made.strides(), &allocator, KEYS, made.scalar_type()), made);
+    };
+    auto first = stack->size() - schema.returns().size();
+    for (size_t i = 0; i < schema.returns().size(); ++i) {
+        auto& value = (*stack)[first + i];
+        bool may_be_view = schema.returns()[i].alias_info();
+        if (value.isTensor()) {
+            value = on_gpu(value.toTensor(), may_be_view);
+        } else if (value.isTensorList()) {
+            auto tensors = value.toTensorVector();
+            for (auto& tensor : tensors) tensor = on_gpu(tensor, may_be_view);
+            value = tensors;
+        }
+    }
+    if (!results.tensors.empty()) results.start();
+}
+
+TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
+
+TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+    m.impl("empty.memory_format", empty);
+    m.impl("empty_strided", empty_strided);
+    m.impl("as_strided", strided);
+    m.impl("_reshape_alias", reshape_alias);
+    m.impl("view", view);
+    m.impl("unfold", unfold);
+    m.impl("resize_", resize_);
+    m.impl("set_.source_Storage_storage_offset", set_);
+    m.impl("set_.source_Storage", set_storage_);
+    m.impl("set_.source_Tensor", set_tensor_);
+    m.impl("record_stream", record_stream);
+    m.impl("_local_scalar_dense", item);
+    m.impl("copy_", copy_);
+}
+
+// What simulated_gpu.py needs.
+TORCH_LIBRARY(simulated_gpu, m) {
+    m.def("current_stream() -> int", [] { return current; });
+    m.def("set_stream(int stream) -> ()", [](int64_t stream) { current = stream; });
+    m.def("synchronize() -> ()", [] { Streams().synchronizeDevice(0); });
+    m.def("seed(int seed) -> ()", [](int64_t seed) { generator().set_current_seed(seed); });
+    m.def("resize_storage(Tensor self, int size) -> ()", resize_storage);
+    m.def("without_order(Tensor self) -> ()", [](const Tensor& tensor) {
+        std::lock_guard<std::mutex> guard(lock);
+        unordered.insert(tensor.storage().data());
+    });
+    m.def("races() -> str[]", [] {
+        std::lock_guard<std::mutex> guard(lock);
+        return std::exchange(races, {});
+    });
+}
+
+}  // namespace
+
+namespace c10d {
+
+// DistributedDataParallel times its backward passes, and asks for a clock of each device.
+struct NoTimer final : Timer {
+    explicit NoTimer(c10::Device) {}
+    std::optional<int64_t> measureDifference(Event, Event) override { return 0; }
+};
+C10_REGISTER_TYPED_CLASS(TimerRegistry, c10::kCUDA, NoTimer)
+
+}  // namespace c10d
+
+// PyTorch's allocators can be set once it is loaded.
+struct AtLoading {
+    AtLoading() { c10::SetAllocator(DeviceType::CUDA, &allocator); }
+} at_loading;

@@ -1,0 +1,229 @@
+"""A GPU in main memory, for checks of streams without one: `pytest -p helpers.simulated_gpu`, which needs a C++ compiler.
+
+`torch.device("cuda")` then works in PyTorch's CPU build. Operations run on the CPU at once, and raise an error if they use
+memory without having waited for the stream that uses it; so does an allocation that may get memory which is still in use. What
+is checked, and what is not, stands at the top of `simulated_gpu.cpp`. thinwire's kernels run as plain PyTorch.
+
+It must be imported before PyTorch. There is no NCCL; what PyTorch itself sends over Gloo goes through main memory here.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+SOURCE = Path(__file__).with_suffix(".cpp")
+LIBRARY = SOURCE.parents[2] / "build" / "simulated_gpu.so"
+
+
+def build() -> None:
+    """Compile the source, in about 20 seconds, if it has changed since."""
+    if LIBRARY.exists() and LIBRARY.stat().st_mtime > SOURCE.stat().st_mtime:
+        return
+    torch = Path(find_spec("torch").origin).parent
+    folders = [f"-I{torch / folder}" for folder in ("include", "include/torch/csrc/api/include")]
+    options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
+    LIBRARY.parent.mkdir(exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=LIBRARY.parent) as made:
+        compiler = os.environ.get("CXX", "c++")
+        subprocess.run([compiler, *options, *folders, SOURCE, "-o", made.name, "-ltorch_cpu", "-lc10"], check=True)
+        Path(made.name).chmod(0o755)
+        os.link(made.name, f"{made.name}.so")
+        os.replace(f"{made.name}.so", LIBRARY)
+
+
+assert "torch" not in sys.modules, "import helpers.simulated_gpu before torch"
+build()
+ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from thinwire.kernels import backend, flags  # noqa: E402
+
+SIMULATED = torch.ops.simulated_gpu
+GPU = torch.device("cuda", 0)
+CUDA = 1  # PyTorch's number of that type of device
+
+
+class Stream(torch.Stream):
+    def __new__(cls, device=None, priority=0, **place):
+        return super().__new__(cls, **place) if place else super().__new__(cls, GPU, priority=priority)
+
+    @property
+    def cuda_stream(self):
+        return self.stream_id
+
+    def record_event(self, event=None):
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event):
+        event.wait(self)
+
+    def wait_stream(self, other):
+        self.wait_event(other.record_event())
+
+
+class Event(torch.Event):
+    def __new__(cls, enable_timing=False, blocking=False):
+        return super().__new__(cls, GPU, enable_timing=enable_timing, blocking=blocking)
+
+    def record(self, stream=None):
+        self.recorded_at = time.monotonic()
+        super().record(stream or current_stream())
+
+    def wait(self, stream=None):
+        super().wait(stream or current_stream())
+
+    def elapsed_time(self, end):
+        return 1000 * (end.recorded_at - self.recorded_at)
+
+
+def stream_of(number: int) -> Stream:
+    return Stream(stream_id=number, device_index=0, device_type=CUDA)
+
+
+def current_stream(device: Any = None) -> Stream:
+    return stream_of(SIMULATED.current_stream())
+
+
+@contextmanager
+def on_stream(stream: Any) -> Iterator[None]:
+    before = SIMULATED.current_stream()
+    if stream is not None:
+        SIMULATED.set_stream(stream.stream_id)
+    try:
+        yield
+    finally:
+        SIMULATED.set_stream(before)
+
+
+@contextmanager
+def on_device(device: Any) -> Iterator[None]:
+    yield
+
+
+_captures = False
+
+
+@contextmanager
+def captured(graph: Any) -> Iterator[None]:
+    global _captures
+    _captures = True
+    try:
+        yield
+    finally:
+        _captures = False
+
+
+def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    if storage.device.type != "cuda":
+        return _resize(storage, size)
+    SIMULATED.resize_storage(torch.empty(0, dtype=torch.uint8, device=GPU).set_(storage), size)
+    return storage
+
+
+_resize = torch.UntypedStorage.resize_
+
+
+def deep_copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+    if not tensor.is_cuda:
+        return _deepcopy(tensor, memo)
+    return memo.setdefault(id(tensor), tensor.detach().clone().requires_grad_(tensor.requires_grad))
+
+
+_deepcopy = torch.Tensor.__deepcopy__
+
+
+def through_main_memory(call: Callable[..., Any]) -> Callable[..., Any]:
+    """A collective of PyTorch, which its CPU build refuses for tensors on a GPU."""
+
+    def down(value: Any) -> Any:
+        if isinstance(value, list):
+            return [down(each) for each in value]
+        return value.cpu() if isinstance(value, torch.Tensor) else value
+
+    def up(value: Any, moved: Any) -> None:
+        if isinstance(value, list):
+            for each, other in zip(value, moved, strict=True):
+                up(each, other)
+        elif isinstance(value, torch.Tensor) and value.is_cuda:
+            value.copy_(moved)
+
+    def staged(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        moved, moved_options = [down(a) for a in arguments], {name: down(value) for name, value in options.items()}
+        call(*moved, **moved_options)
+        up(list(arguments), moved)
+        for name, value in options.items():
+            up(value, moved_options[name])
+        return SimpleNamespace(wait=lambda: None) if async_op else None
+
+    return staged
+
+
+def install() -> None:
+    flags_of = flags.fault_counters
+
+    def counters(device: torch.device) -> torch.Tensor:
+        made = flags_of(device)
+        if made.is_cuda:
+            SIMULATED.without_order(made)
+        return made
+
+    assert not torch.backends.cuda.is_built(), "a GPU is simulated in PyTorch's CPU build alone"
+    flags.fault_counters = counters
+    backend.BACKENDS["cuda"] = "reference"
+    torch.UntypedStorage.resize_ = resized
+    torch.Tensor.__deepcopy__ = deep_copied
+    for name in ("_broadcast_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor"):
+        setattr(dist, name, through_main_memory(getattr(dist, name)))
+    dist._verify_params_across_processes = lambda *arguments: None
+    replaced = {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": SimpleNamespace,
+        "graph": captured,
+        "stream": on_stream,
+        "device": on_device,
+        "current_stream": current_stream,
+        "default_stream": lambda device=None: stream_of(0),
+        "synchronize": lambda device=None: SIMULATED.synchronize(),
+        "is_current_stream_capturing": lambda: _captures,
+        "is_available": lambda: True,
+        "is_initialized": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda device: None,
+        "manual_seed_all": SIMULATED.seed,
+        "_lazy_init": lambda: None,
+        "_sleep": lambda cycles: None,
+        "get_device_properties": lambda device=None: SimpleNamespace(uuid="simulated"),
+    }
+    for name, value in replaced.items():
+        assert hasattr(torch.cuda, name), name
+        setattr(torch.cuda, name, value)
+    torch._C._cuda_getCurrentRawStream = lambda index: SIMULATED.current_stream()
+
+
+install()
+
+
+@pytest.fixture(autouse=True)
+def no_races() -> Iterator[None]:
+    """Also those whose error was caught, or was raised in a thread."""
+    yield
+    assert SIMULATED.races() == []
