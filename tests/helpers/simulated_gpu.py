@@ -13,7 +13,6 @@ import ctypes
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,19 +28,19 @@ LIBRARY = SOURCE.parents[2] / "build" / "simulated_gpu.so"
 
 
 def build() -> None:
-    """Compile the source, in about 20 seconds, if it has changed since."""
-    if LIBRARY.exists() and LIBRARY.stat().st_mtime > SOURCE.stat().st_mtime:
-        return
+    """Compile the source, in about 20 seconds, if it or PyTorch has changed since."""
     torch = Path(find_spec("torch").origin).parent
+    assert not (torch / "lib" / "libtorch_cuda.so").exists(), "a GPU is simulated in PyTorch's CPU build alone"
+    changed = max(path.stat().st_mtime for path in (SOURCE, torch / "version.py"))
+    if LIBRARY.exists() and LIBRARY.stat().st_mtime > changed:
+        return
     folders = [f"-I{torch / folder}" for folder in ("include", "include/torch/csrc/api/include")]
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
     LIBRARY.parent.mkdir(exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=LIBRARY.parent) as made:
-        compiler = os.environ.get("CXX", "c++")
-        subprocess.run([compiler, *options, *folders, SOURCE, "-o", made.name, "-ltorch_cpu", "-lc10"], check=True)
-        Path(made.name).chmod(0o755)
-        os.link(made.name, f"{made.name}.so")
-        os.replace(f"{made.name}.so", LIBRARY)
+    made = LIBRARY.with_suffix(f".{os.getpid()}")
+    compiler = os.environ.get("CXX", "c++")
+    subprocess.run([compiler, *options, *folders, SOURCE, "-o", made, "-ltorch_cpu", "-lc10"], check=True)
+    made.replace(LIBRARY)
 
 
 assert "torch" not in sys.modules, "import helpers.simulated_gpu before torch"
@@ -184,7 +183,6 @@ def install() -> None:
             SIMULATED.without_order(made)
         return made
 
-    assert not torch.backends.cuda.is_built(), "a GPU is simulated in PyTorch's CPU build alone"
     flags.fault_counters = counters
     backend.BACKENDS["cuda"] = "reference"
     torch.UntypedStorage.resize_ = resized
