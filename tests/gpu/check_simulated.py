@@ -14,7 +14,7 @@ from helpers.averagers import GOSSIP
 from helpers.simulated_gpu import SIMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from strategy.test_compositions import SAVED, STEPS, Model, Refused, strategies
+from strategy.test_compositions import Model, Refused, strategies, trained
 from torch import nn
 
 import thinwire as tw
@@ -29,31 +29,18 @@ MODEL = Model()
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
     """Its gradients are sums of two numbers, which have the same bits everywhere."""
     generator = torch.Generator().manual_seed(100 * step + rank)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return sum((p * torch.randn(p.shape, generator=generator).to(p.device)).sum() + (p * p).sum() / 2 for p in trained)
+    ours = [p for p in model.parameters() if p.requires_grad]
+    return sum((p * torch.randn(p.shape, generator=generator).to(p.device)).sum() + (p * p).sum() / 2 for p in ours)
 
 
-def trained(comm, strategy, momentum, device, saved=None):
-    """The model after all steps, and what was saved on the way."""
-    model, on_the_way = copy.deepcopy(MODEL).to(device), None
-    optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=momentum)
-    with tw.attach(model, optimizer, strategy, comm=comm) as handle:
-        parts = model, optimizer, handle
-        if saved is not None:
-            for part, state in zip(parts, copy.deepcopy(saved[comm.rank]), strict=True):
-                part.load_state_dict(state)
-        for step in range(0 if saved is None else SAVED, STEPS):
-            if step == SAVED:
-                on_the_way = copy.deepcopy([part.state_dict() for part in parts])
-            optimizer.zero_grad()
-            loss_of(model, step, comm.rank).backward()
-            optimizer.step()
-    return [p.detach().cpu() for p in model.parameters()], on_the_way
+def on(device, saved=None):
+    """What `trained` takes for training on a device, from saved states on."""
+    return saved and [state for _, state, _ in saved], lambda: copy.deepcopy(MODEL).to(device), loss_of
 
 
-def assert_equal(found, expected, exact=True):
-    for (ours, _), (theirs, _) in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, **({"rtol": 0, "atol": 0} if exact else {"rtol": 1e-3, "atol": 1e-3}))
+def assert_equal(found, expected, tolerance=0.0):
+    for (ours, *_), (theirs, *_) in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_device=False)
 
 
 @settings(max_examples=100)
@@ -65,14 +52,14 @@ def test_random_compositions(parts, workers, momentum):
         return
     world = tw.LocalWorld(workers)
     try:
-        expected = world.run(trained, strategy, momentum, CPU)
+        expected = world.run(trained, strategy, momentum, *on(CPU))
     except ValueError:
         with pytest.raises(ValueError):
-            world.run(trained, strategy, momentum, GPU)
+            world.run(trained, strategy, momentum, *on(GPU))
         return
-    found = world.run(trained, strategy, momentum, GPU)
-    assert_equal(found, expected, exact=not BY_DEVICE.search(repr(strategy)))
-    assert_equal(world.run(trained, strategy, momentum, GPU, [saved for _, saved in found]), found)
+    found = world.run(trained, strategy, momentum, *on(GPU))
+    assert_equal(found, expected, tolerance=1e-3 if BY_DEVICE.search(repr(strategy)) else 0.0)
+    assert_equal(world.run(trained, strategy, momentum, *on(GPU, found)), found)
     assert SIMULATED.races() == []
 
 
@@ -80,8 +67,8 @@ def test_random_compositions(parts, workers, momentum):
 def test_a_round_in_flight_after_loading(averager):
     """What was loaded is memory of the training's stream, and rounds beside the training change it."""
     strategy, world = tw.Gossip(averager, overlap=True, staleness=1), tw.LocalWorld(4)
-    found = world.run(trained, strategy, 0.9, GPU)
-    assert_equal(world.run(trained, strategy, 0.9, GPU, [saved for _, saved in found]), found)
+    found = world.run(trained, strategy, 0.9, *on(GPU))
+    assert_equal(world.run(trained, strategy, 0.9, *on(GPU, found)), found)
 
 
 def read_what_another_stream_writes(is_right):

@@ -96,9 +96,14 @@ class Model(nn.Sequential):
         return last(convolution(second(inside + still(inside))[:, None]).flatten(1))
 
 
-def trained(comm, strategy, momentum, saved=None):
+def loss_of(model, step, rank):
+    data = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(data).square().sum()
+
+
+def trained(comm, strategy, momentum, saved=None, begin=Model, loss=loss_of):
     """The model after all steps; what was saved on the way; and the bytes that were sent and received."""
-    model = Model()
+    model = begin()
     optimizer = torch.optim.SGD((p for p in model.parameters() if p.requires_grad), lr=0.05, momentum=momentum)
     with tw.attach(model, optimizer, strategy, comm=comm) as handle:
         parts = model, optimizer, handle
@@ -108,9 +113,8 @@ def trained(comm, strategy, momentum, saved=None):
         for step in range(0 if saved is None else SAVED, STEPS):
             if step == SAVED:
                 on_the_way = copy.deepcopy([part.state_dict() for part in parts])
-            data = torch.randn(4, 3, generator=torch.Generator().manual_seed(100 * step + comm.rank))
             optimizer.zero_grad()
-            model(data).square().sum().backward()
+            loss(model, step, comm.rank).backward()
             optimizer.step()
     return [p.detach() for p in model.parameters()], on_the_way, (comm.ledger.bytes_sent, comm.ledger.bytes_received)
 
