@@ -306,6 +306,21 @@ def test_a_captured_step_is_refused():
     LocalWorld(1).run(worker)
 
 
+def waited_for_on_another_stream(comm) -> torch.Tensor:
+    """What rank 0 sends arrives in a tensor that the training's stream still fills, and another stream waits for it."""
+    x, side = torch.zeros(1 << 20, device=GPU), torch.cuda.Stream(GPU)
+    torch.cuda._sleep(10**8)
+    x.fill_(1.0 + comm.rank)
+    sending = comm.broadcast(x)
+    with torch.cuda.stream(side):
+        sending.wait()
+        return x.cpu()
+
+
+def test_an_operation_may_be_waited_for_on_another_stream():
+    assert_same(spawn(2, waited_for_on_another_stream), [torch.ones(1 << 20)] * 2)
+
+
 def after_an_error(comm, averager) -> list[torch.Tensor]:
     """Rank 1 loses a batch to an error, with some buckets of its backward pass sent, and goes on with the next one."""
     net, fails = model(), []
