@@ -40,6 +40,8 @@ messages.is_configured = lambda: False
 
 FOLDER, ENVIRONMENT = os.getcwd(), dict(os.environ)
 
+collect_ignore = ["helpers/simulated_gpu.py"]  # a plugin, which must be imported before PyTorch
+
 
 def started_in_place() -> None:
     """Start the fork server here, with this environment, whatever the test has changed that is the first to need it."""
