@@ -61,6 +61,11 @@ class Part:
         """Whether it may run beside others; what measures, and the sanitizer, run alone."""
         return bool(self.files) and self.name != "sanitizer"
 
+    @property
+    def is_simulated(self) -> bool:
+        """Whether its dry run has a simulated GPU; that of other checks only compiles kernels."""
+        return self.name == "training"
+
 
 PARTS = (
     Part("kernels", 2, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
@@ -106,7 +111,7 @@ def run(parts: Sequence[Part], dry: bool, name: str) -> list[dict[str, Any]]:
             (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
             if not _left_out(part, dry):
                 running[part.name] = _started(
-                    _command(part, dry), RESULTS / f"{part.name}.log", environment(dry and part.name != "training")
+                    _command(part, dry), RESULTS / f"{part.name}.log", environment(dry and not part.is_simulated)
                 )
         while len(seconds) < len(running) and time.monotonic() < began + LIMIT_SECONDS:
             time.sleep(0.1)
@@ -153,7 +158,7 @@ def _command(part: Part, dry: bool) -> list[str]:
     processes = min(part.processes, os.cpu_count() or 1)
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
     if dry:
-        pytest += ["-p", "helpers.simulated_gpu" if part.name == "training" else "helpers.compile_launches"]
+        pytest += ["-p", "helpers.simulated_gpu" if part.is_simulated else "helpers.compile_launches"]
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"]
     return [*(sanitizer if part.name == "sanitizer" else []), *pytest, "-p", "no:cacheprovider", *part.files]
 

@@ -11,26 +11,24 @@
 #include <ATen/ATen.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/TensorUtils.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
-#include <chrono>
+#include <algorithm>
 #include <cstring>
 #include <map>
 #include <mutex>
 #include <set>
-#include <sstream>
 #include <string>
+#include <utility>
 #include <vector>
 
 namespace {
 
 using at::Tensor;
 using c10::DeviceType;
-using c10::IValue;
 
 const c10::Device GPU(DeviceType::CUDA, 0);
 
