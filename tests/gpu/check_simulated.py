@@ -1,4 +1,4 @@
-"""Strategies of random parts on the simulated GPU: no work runs ahead of what it needs, and results are those of the CPU.
+"""On the simulated GPU: no work runs ahead of what it needs, none waits longer, and random strategies train as on the CPU.
 
 PYTHONPATH=tests .venv/bin/python -m pytest -p helpers.simulated_gpu tests/gpu/check_simulated.py
 """
@@ -7,10 +7,18 @@ from __future__ import annotations
 
 import copy
 import re
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import simulated_gpu
 from helpers.averagers import GOSSIP
+from helpers.codecs import CODECS
 from helpers.simulated_gpu import SIMULATED
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -18,12 +26,33 @@ from strategy.test_compositions import Model, Refused, strategies, trained
 from torch import nn
 
 import thinwire as tw
+from thinwire import kernels, streams
+from thinwire.clock import Clock
+from thinwire.codec import Key
+from thinwire.codec.compose import transform
+from thinwire.comm import Background, ProcessGroupCommunicator
+from thinwire.comm.handle import nothing
+from thinwire.comm.issuer import Issuer
+from thinwire.kernels import flags
+from thinwire.kernels.random import keys_on
+from thinwire.lab.bench.parts import seconds_of
+from thinwire.strategy.flight import Flight
+from thinwire.strategy.gradients.rounds import GradientRounds
+from thinwire.strategy.model.shards import Replica
+from thinwire.streams import WorkStream, wait_for
 
 GPU, CPU = torch.device("cuda", 0), torch.device("cpu")
 BY_DEVICE = re.compile(
     "PowerSGD|Dion|PowerGossip|Choco"
 )  # products of matrices, and a norm, are summed in another order
 MODEL = Model()
+
+
+@pytest.fixture(autouse=True)
+def ended():
+    """What a test has freed is in use no longer when the next one begins."""
+    yield
+    torch.cuda.synchronize()
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> torch.Tensor:
@@ -69,6 +98,272 @@ def test_a_round_in_flight_after_loading(averager):
     strategy, world = tw.Gossip(averager, overlap=True, staleness=1), tw.LocalWorld(4)
     found = world.run(trained, strategy, 0.9, *on(GPU))
     assert_equal(world.run(trained, strategy, 0.9, *on(GPU, found)), found)
+
+
+def test_backward_waits_for_the_work_at_its_end_only(monkeypatch):
+    """The first bucket is decoded before the last one is launched."""
+    decoded, finish, looks = threading.Event(), GradientRounds._finish, []
+    monkeypatch.setattr(GradientRounds, "_finish", lambda *args: finish(*args) or decoded.set())
+    monkeypatch.setattr(Replica, "commit", lambda *_: True)  # there the host waits
+
+    def worker(comm):
+        net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 4)).to(GPU)
+        x = torch.ones(3, 20, device=GPU, requires_grad=True)
+
+        def look(_):
+            with pytest.raises(RuntimeError, match="has not waited"):
+                net[1].bias.grad.sum()
+
+        net[0].weight.register_hook(lambda _: looks.append(decoded.wait(5)))
+        x.register_hook(look)
+        with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm, bucket_bytes=1):
+            net(x * 1).sum().backward()
+            net[1].bias.grad.sum()
+
+    tw.LocalWorld(1).run(worker)
+    assert looks == [True] and len(SIMULATED.races()) == 1
+
+
+def test_what_takes_the_place_of_a_frozen_gradient_is_kept_until_the_training_waits():
+    def worker(comm):
+        net = nn.Sequential(*(nn.Linear(20, 20) for _ in range(10))).to(GPU)
+        with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm, bucket_bytes=1):
+            net[1:].requires_grad_(False)
+            net(torch.ones(3, 20, device=GPU)).sum().backward()
+            return net[1].weight.grad is None
+
+    assert tw.LocalWorld(1).run(worker) == [True]
+
+
+def test_memory_of_a_round_that_an_error_broke_off_is_kept_until_the_training_waits():
+    def worker(comm):
+        net = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 20), nn.Linear(20, 4)).to(GPU)
+        fails = [1]
+
+        def explode(_):
+            if fails:
+                raise ZeroDivisionError(fails.pop())
+
+        net[0].weight.register_hook(explode)
+        with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm, bucket_bytes=1, max_nonfinite=3):
+            with pytest.raises(ZeroDivisionError):
+                net(torch.ones(3, 20, device=GPU)).sum().backward()
+            net.zero_grad()
+            net(torch.ones(3, 20, device=GPU)).sum().backward()
+
+    tw.LocalWorld(1).run(worker)
+
+
+def test_a_thread_of_the_work_waits_for_messages_itself():
+    """Its stream would be held up, and with it what is encoded later. Elsewhere the stream waits, and the host goes on."""
+    work, messages, other = WorkStream(GPU), torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(messages):
+        x, arrived = torch.ones(3, device=GPU), messages.record_event()
+    wait_for(arrived, GPU)
+    x.sum()
+    with torch.cuda.stream(other), pytest.raises(RuntimeError, match="has not waited"):
+        x.sum()
+    assert len(SIMULATED.races()) == 1
+    with work.continued():
+        wait_for(arrived, GPU)
+    with torch.cuda.stream(other):
+        x.sum()
+
+
+@pytest.mark.parametrize("wait", [Flight.wait, Flight.settle])
+def test_the_training_goes_on_behind_a_flight(wait):
+    background = Background("rounds")
+    with torch.cuda.stream(torch.cuda.Stream()):
+        wait(Flight(lambda: torch.ones(3, device=GPU), WorkStream(GPU), background)).sum()
+    background.close()
+
+
+@pytest.fixture
+def events(monkeypatch):
+    """The options of the events that are made."""
+    made = []
+    monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options) or simulated_gpu.Event(**options))
+    return made
+
+
+def test_a_message_of_the_gpu_uses_memory_in_order(events):
+    """A thread that waits for its end sleeps: one that spins would take the processor from those that start kernels."""
+
+    def change(x, y):
+        x.add_(y)
+        return nothing
+
+    x, y, thread = torch.ones(3, device=GPU), torch.ones(3, device=GPU), Issuer()
+    wait = thread.issue(GPU, partial(change, x, y), [x, y])
+    thread.close()
+    thread.join()
+    del y
+    torch.empty(3, device=GPU)
+    wait()
+    assert x.tolist() == [2, 2, 2]
+    assert events == [{"blocking": True}]
+
+
+@pytest.mark.parametrize("copied", [True, False])
+def test_a_thread_sleeps_while_a_tensor_is_copied_into_pinned_memory(events, copied):
+    """Gloo sends from main memory; what it receives lands in pinned memory too, and nothing is waited for."""
+    comm = SimpleNamespace(_backends={"cuda": "gloo"}, _direct=set())
+    staged = ProcessGroupCommunicator._sendable(comm, torch.ones(3, device=GPU), copied=copied)
+    assert staged.is_pinned() and events == [{"blocking": True}] * copied
+    assert not copied or staged.tolist() == [1, 1, 1]
+
+
+def test_the_host_waits_for_the_gpu_in_a_barrier():
+    def worker(comm):
+        comm.device, x = GPU, torch.ones(3, device=GPU)
+        comm.barrier()
+        with torch.cuda.stream(torch.cuda.Stream()):
+            x.sum()
+
+    tw.LocalWorld(2).run(worker)
+
+
+def test_a_basis_of_frequencies_is_kept_for_each_stream_that_reads_it():
+    """One that is forgotten, because there are many, is memory of the stream that made it."""
+    codec, x = tw.chain(tw.codec.DCT(4), tw.TopK(0.5)), torch.randn(4, 6, device=GPU)
+    payload, side = codec.encode(x), torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        codec.decode(payload, x.shape)
+    transform._basis.cache_clear()
+    torch.empty(3, device=GPU)
+
+
+# Where the host does wait, and why. Codecs whose size depends on the data wait for the size.
+WAITING = {
+    tw.RandomK: "cycle walking ends when every index is inside",
+    tw.codec.Quantize: "uploads its table of levels",
+    tw.NUQSGD: "uploads its table of levels",
+    tw.ALQ: "uploads its table of levels",
+    tw.AMQ: "uploads its table of levels",
+    tw.codec.SVD: "the solver waits",
+    tw.codec.Float4: "uploads its table of levels",
+    tw.codec.Dynamic8: "uploads its table of levels",
+}
+
+
+def waits(codec: tw.codec.Codec) -> bool:
+    return not codec.traits.fixed_size or type(codec) in WAITING or any(map(waits, codec.parts()))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=repr)
+def test_the_host_waits_for_few_codecs(codec):
+    keys = [Key(0, i, 0) for i in range(2)]
+    with torch.cuda.stream(torch.cuda.Stream()):
+        xs = [torch.randn(128, 64, device=GPU), torch.randn(50, 100, device=GPU)]
+        codec.encode(xs, keys)  # makes what is kept
+        queued = torch.ones(1, device=GPU)
+        payload = codec.encode(xs, keys, [torch.empty_like(x) for x in xs])
+        finite = codec.decode_sum([payload, payload], [torch.empty_like(x) for x in xs], 0.5, keys)
+    assert isinstance(finite, flags.Unread) and {flag.device for flag in finite} == {GPU}
+    with nullcontext() if waits(codec) else pytest.raises(RuntimeError, match="has not waited"):
+        queued.sum()
+    assert len(SIMULATED.races()) == (not waits(codec))
+
+
+def test_corrupt_indices_are_reported_once_a_round():
+    """Kernels count faults, stay inside their buffers, and `read` raises them."""
+    codec, out = tw.TopK(0.1), torch.zeros(100, device=GPU)
+    payload = codec.encode(torch.arange(100.0, device=GPU))
+    flags.check_faults(GPU)  # none yet
+    payload[-7:] = 255  # all of the indices
+    finite = codec.decode_sum([payload], out)
+    with pytest.raises(ValueError, match="payload: its indices are corrupt"):
+        flags.read(finite)
+    assert flags.read(finite)  # a fault is reported once
+
+
+def test_indices_outside_are_reported_and_nothing_is_written_there():
+    whole, indices = torch.zeros(30, device=GPU), torch.tensor([3, 90], dtype=torch.int32, device=GPU)
+    kernels.scatter.add([whole[10:20]], indices, torch.ones(2, device=GPU), [2], 1.0)
+    assert not whole[:10].any() and not whole[20:].any()
+    with pytest.raises(ValueError, match="outside of its segment"):
+        flags.check_faults(torch.device("cuda"))  # the current one
+
+
+def test_counters_of_faults_are_zero_before_another_stream_sees_them(monkeypatch):
+    """They are made on the stream of whoever asks first, and there is one tensor, whoever else asks meanwhile."""
+    finish, published, asked = flags._finish, [], threading.Barrier(4)
+    monkeypatch.setattr(flags, "_COUNTERS", {})
+    monkeypatch.setattr(flags, "_finish", lambda device: published.append(device in flags._COUNTERS) or finish(device))
+
+    def ask(_):
+        asked.wait()
+        return flags.fault_counters(GPU)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert len({id(counters) for counters in threads.map(ask, range(4))}) == 1
+    assert published == [False]
+
+
+def test_the_host_waits_until_counters_of_faults_are_zero(monkeypatch):
+    """Also where they are zero again, after their faults were raised."""
+    monkeypatch.setattr(flags, "_COUNTERS", {})
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.ones(3, device=GPU)
+        flags.fault_counters(GPU)
+    x.sum()
+    with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(ValueError, match="corrupt"):
+        counters = torch.ones(len(flags.Fault), device=GPU)
+        flags.raise_counted(counters, [1] * len(counters))
+    assert not counters.any()
+
+
+def test_one_thread_alone_loads_the_solvers(monkeypatch):
+    """PyTorch raises a RuntimeError where a second thread asks for a decomposition while the first one loads them."""
+    qr, loading, together = torch.linalg.qr, [], threading.Barrier(4)
+    monkeypatch.setattr(streams, "_loaded", set())
+
+    def slow(x):
+        if len(x) == 1:
+            loading.append(x)
+            time.sleep(0.1)
+            assert len(loading) == 1
+        return qr(x)
+
+    monkeypatch.setattr(torch.linalg, "qr", slow)
+
+    def ask(_):
+        together.wait()
+        return kernels.low_rank.orthonormal(torch.ones(17, 40, device=GPU))
+
+    with ThreadPoolExecutor(4) as threads:
+        bases = [*threads.map(ask, range(4))]
+    assert len(loading) == 1
+    assert all(torch.allclose(basis @ basis.T, torch.eye(17, device=GPU), atol=1e-6) for basis in bases)
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """Lets time of the simulated GPU pass, which stands still otherwise."""
+    now = [0.0]
+    monkeypatch.setattr(simulated_gpu, "time", SimpleNamespace(monotonic=lambda: sum(now)))
+    return now.append
+
+
+def test_the_clock_times_a_gpu_by_events(passes):
+    clock = Clock()
+    clock.device = GPU
+    for seconds in (2.5, 0.5):
+        with clock("encode"):
+            passes(seconds)
+    assert clock.seconds == {"encode": 3.0}
+
+
+def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(passes, monkeypatch):
+    slept = []
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: slept.append(passes(10.0)))
+    assert seconds_of(lambda: passes(2.5), GPU) == 2.5 and len(slept) == 1
+
+
+def test_keys_are_not_uploaded_while_a_graph_is_captured():
+    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="uploads"):
+        keys_on([1], GPU)
 
 
 def read_what_another_stream_writes(is_right):
