@@ -98,7 +98,7 @@ def test_random_compositions(parts, workers, momentum):
 
 @pytest.mark.parametrize("averager", GOSSIP, ids=repr)
 def test_a_round_in_flight_after_loading(averager):
-    """What was in flight is saved, on the way. What was loaded is memory of the training's stream, and later rounds change it."""
+    """What was in flight is saved, on the way. What was loaded is memory of the training's stream, and rounds change it."""
     strategy, world = tw.Gossip(averager, overlap=True, staleness=1), tw.LocalWorld(4)
     found = world.run(trained, strategy, 0.9, *on(GPU))
     assert_equal(found, world.run(trained, strategy, 0.9, *on(CPU)), tolerance_of(strategy))
