@@ -226,6 +226,25 @@ def test_an_error_in_backward_abandons_the_round():
     assert len(set(tw.LocalWorld(2).run(broken_backward_worker))) == 1
 
 
+def test_gradients_of_a_backward_pass_that_an_error_broke_off_are_not_used_again():
+    """Its averages were decoded into those of the next one, zeroed in place before."""
+
+    def worker(comm):
+        model, x = make_model(), batch(comm.rank, 0)[0]
+        with tw.compress_gradients(model, SPARSE, comm=comm, bucket_bytes=1000):
+            fails = model.left.weight.register_hook(lambda grad: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                model(x).sum().backward()
+            fails.remove()
+            model.zero_grad(set_to_none=False)
+            with pytest.raises(ValueError, match="broke off the last backward pass.*set_to_none=True"):
+                model(x).sum().backward()
+            model.zero_grad(set_to_none=True)
+            model(x).sum().backward()
+
+    tw.LocalWorld(1).run(worker)
+
+
 def test_a_bucket_that_fails_abandons_the_round_even_if_the_last_one_succeeds(monkeypatch):
     sums, failures = tw.TopK.decode_sum_segments, iter([RuntimeError("on purpose")])
 

@@ -13,7 +13,7 @@ On an elastic communicator a round begins with the forward pass. A failure on th
 given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
 
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
-it. Other workers, which have had no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no
+it. What was sent is decoded into the gradients of that pass, so the next one must have new ones. Other workers, which have had no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no
 other round follows, nothing waits for it: the finishing thread is a daemon.
 """
 
@@ -34,7 +34,7 @@ from ...average.base import Averager, NamedTensors, handle_of
 from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, note_stream, refuse_capture, wait_for_streams
 from ..model.optimizer_step import without_autocast
-from ..model.shards import Replica
+from ..model.shards import Replica, local
 from ..nonfinite import Looks, NonfiniteSteps, first_culprit, first_of, look_at
 from ..transaction import Transaction
 
@@ -100,7 +100,7 @@ class GradientRounds:
         takes part for a worker without inputs left, the last bucket does.
         """
         if first:
-            self._open(buffer.device)
+            self._open(tensors, buffer.device)
         if self._nonfinite.is_last_chance:
             self._looks += look_at(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
@@ -131,9 +131,15 @@ class GradientRounds:
         # The finishing thread still completes the futures of what was launched.
         self._finish_late()
 
-    def _open(self, device: torch.device) -> None:
+    def _open(self, tensors: NamedTensors, device: torch.device) -> None:
         refuse_capture(device)
         if self._is_open:  # an error broke off the last backward pass
+            sent = {local(t).data_ptr() for bucket, _, _ in self._kept for _, t in bucket if t.numel()}
+            require(
+                sent.isdisjoint(local(t).data_ptr() for _, t in tensors),
+                "an error broke off the last backward pass, whose averages may still be written into the gradients; call "
+                "zero_grad(set_to_none=True) after it",
+            )
             rest = self._send_rest()
             self._finish_late()
             with self._work.continued():
