@@ -20,10 +20,12 @@ from helpers import simulated_gpu
 from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
 from helpers.simulated_gpu import SIMULATED
+from helpers.spawn import spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategy.test_compositions import Model, Refused, strategies, trained
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import thinwire as tw
 from thinwire import kernels, streams
@@ -36,6 +38,7 @@ from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
+from thinwire.membership import _tensors
 from thinwire.strategy.flight import Flight
 from thinwire.strategy.gradients.rounds import GradientRounds
 from thinwire.strategy.model.shards import Replica
@@ -103,6 +106,24 @@ def test_a_round_in_flight_after_loading(averager):
     found = world.run(trained, strategy, 0.9, *on(GPU))
     assert_equal(found, world.run(trained, strategy, 0.9, *on(CPU)), tolerance_of(strategy))
     assert_equal(world.run(trained, strategy, 0.9, *on(GPU, found)), found)
+
+
+@pytest.mark.parametrize("averager", GOSSIP, ids=repr)
+def test_a_round_in_flight_changes_its_state_in_place(averager):
+    """What `init` made is memory of the training's stream, and would be handed out again while the work still reads it."""
+
+    def worker(comm):
+        net = copy.deepcopy(MODEL).to(GPU)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with tw.attach(net, optimizer, tw.Gossip(averager, overlap=True), comm=comm) as handle:
+            ((state, _),) = handle._averaged()
+            made = [StorageWeakRef(t.untyped_storage()) for t in _tensors(state)]
+            for step in range(3):
+                loss_of(net, step, comm.rank).backward()
+                optimizer.step()
+            return any(memory.expired() for memory in made)
+
+    assert tw.LocalWorld(4).run(worker) == [False] * 4
 
 
 def test_backward_waits_for_the_work_at_its_end_only(monkeypatch):
@@ -216,6 +237,22 @@ def test_a_thread_sleeps_while_a_tensor_is_copied_into_pinned_memory(events, cop
     staged = ProcessGroupCommunicator._sendable(comm, torch.ones(3, device=GPU), copied=copied)
     assert staged.is_pinned() and events == [{"blocking": True}] * copied
     assert not copied or staged.tolist() == [1, 1, 1]
+
+
+def gathered_on_two_streams(comm):
+    x = torch.ones(3 + comm.rank, device=GPU)
+    torch.cuda.synchronize()
+    for _ in range(2):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            parts = comm.all_gather(x, variable=True).wait()
+            total = torch.cat(parts).sum()
+            del parts
+    torch.cuda.synchronize()
+    return total.item()
+
+
+def test_what_is_gathered_is_kept_from_messages_of_other_streams():
+    assert spawn(2, gathered_on_two_streams) == [7.0, 7.0]
 
 
 def test_the_host_waits_for_the_gpu_in_a_barrier():
@@ -354,10 +391,13 @@ def passes(monkeypatch):
 def test_the_clock_times_a_gpu_by_events(passes):
     clock = Clock()
     clock.device = GPU
-    for seconds in (2.5, 0.5):
-        with clock("encode"):
-            passes(seconds)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for seconds in (2.5, 0.5):
+            with clock("encode"):
+                x = torch.ones(3, device=GPU)
+                passes(seconds)
     assert clock.seconds == {"encode": 3.0}
+    x.sum()  # the host has waited
 
 
 def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(passes, monkeypatch):
@@ -366,9 +406,42 @@ def test_a_gpu_sleeps_while_the_host_starts_what_is_timed(passes, monkeypatch):
     assert seconds_of(lambda: passes(2.5), GPU) == 2.5 and len(slept) == 1
 
 
-def test_keys_are_not_uploaded_while_a_graph_is_captured():
-    with torch.cuda.graph(torch.cuda.CUDAGraph()), pytest.raises(ValueError, match="uploads"):
-        keys_on([1], GPU)
+@pytest.mark.parametrize(
+    "act", [lambda: keys_on([1], GPU), lambda: Issuer().issue(GPU, nothing)], ids=["upload", "message"]
+)
+def test_what_a_graph_does_not_replay_is_refused_while_one_is_captured(act):
+    with (
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+        pytest.raises(ValueError, match="neither messages nor threads nor uploads"),
+    ):
+        act()
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.Gradients(tw.Mean(tw.QSGD(bits=4)), bucket_bytes=1),
+        tw.Local(tw.Mean(), every=2, delay=1),
+        tw.Gossip(tw.Mix()),
+        tw.Gossip(tw.Mix(), overlap=True),
+    ],
+    ids=repr,
+)
+def test_a_step_that_is_captured_is_refused_before_it_begins(strategy):
+    def worker(comm):
+        net = copy.deepcopy(MODEL).to(GPU)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        with tw.attach(net, optimizer, strategy, comm=comm) as handle:
+            for step in range(4):
+                graph = torch.cuda.graph(torch.cuda.CUDAGraph()) if step == 1 else nullcontext()
+                refused = pytest.raises(ValueError, match="CUDA graph") if step == 1 else nullcontext()
+                with graph, refused:
+                    optimizer.zero_grad()
+                    loss_of(net, step, comm.rank).backward()
+                    optimizer.step()
+            return handle.num_skipped
+
+    assert tw.LocalWorld(1).run(worker) == [0]
 
 
 def read_what_another_stream_writes(is_right):
