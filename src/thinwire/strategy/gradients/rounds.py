@@ -13,8 +13,9 @@ On an elastic communicator a round begins with the forward pass. A failure on th
 given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
 
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
-it. What was sent is decoded into the gradients of that pass, so the next one must have new ones. Other workers, which have had no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no
-other round follows, nothing waits for it: the finishing thread is a daemon.
+it. What was sent is decoded into the gradients of that pass, so the next one must have new ones. Other workers, which have had
+no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no other round follows, nothing waits
+for it: the finishing thread is a daemon.
 """
 
 from __future__ import annotations
