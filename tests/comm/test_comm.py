@@ -6,31 +6,20 @@ import resource
 import threading
 import time
 from datetime import timedelta
-from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from helpers.operations import all_operations, many_outstanding, values
 from helpers.program import wait_until
 from helpers.spawn import WORLDS
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator, process_group
+from thinwire.comm import CommunicationError, Ledger, LocalWorld, ProcessGroupCommunicator
 from thinwire.comm.background import Background
 
 SIZES = [1, 2, 3, 4]
-SUMMABLE = [
-    torch.float32,
-    torch.float64,
-    torch.float16,
-    torch.bfloat16,
-    torch.uint8,
-    torch.int8,
-    torch.int32,
-    torch.int64,
-]
-ANY_DTYPE = [*SUMMABLE, torch.bool, torch.int16, torch.complex64]
 
 
 @pytest.fixture(params=WORLDS)
@@ -38,49 +27,7 @@ def run(request):
     return WORLDS[request.param]
 
 
-def values(rank: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Small integers, which every dtype adds without rounding."""
-    return ((torch.arange(numel) * 3 + rank) % 7).to(dtype)
-
-
 # ---- every operation has its answer in closed form ----
-
-
-def all_operations(comm) -> None:
-    size, rank = comm.size, comm.rank
-    for dtype in ANY_DTYPE:
-        for numel in (0, 1, 5, 1000):
-            check_gathers(comm, dtype, numel)
-            if dtype in SUMMABLE:
-                summed = values(rank, numel, dtype)
-                assert comm.all_reduce(summed).wait() is summed
-                assert torch.equal(summed, sum(values(r, numel, torch.int64) for r in range(size)).to(dtype))
-    for root in range(size):
-        matrix = values(rank, 6, torch.float32).reshape(2, 3)
-        assert comm.broadcast(matrix, root).wait() is matrix
-        assert torch.equal(matrix, values(root, 6, torch.float32).reshape(2, 3))
-    comm.barrier()
-    assert comm.gather_objects({"rank": [rank] * rank, "é": None}) == [
-        {"rank": [r] * r, "é": None} for r in range(size)
-    ]
-
-
-def check_gathers(comm, dtype: torch.dtype, numel: int) -> None:
-    size, rank = comm.size, comm.rank
-    own = values(rank, numel, dtype)
-    gathered = comm.all_gather(own).wait()
-    assert gathered[rank] is own
-    assert all(torch.equal(part, values(r, numel, dtype)) for r, part in enumerate(gathered))
-
-    sizes = [numel * r for r in range(size)]  # rank 0 has nothing to send
-    gathered = comm.all_gather(values(rank, sizes[rank], dtype), sizes).wait()
-    assert all(torch.equal(part, values(r, sizes[r], dtype)) for r, part in enumerate(gathered))
-
-    # Worker r sends (r + p) elements to worker p.
-    sent = [values(10 * rank + p, (rank + p) * (numel > 0), dtype) for p in range(size)]
-    received = comm.all_to_all(sent, [len(part) for part in sent]).wait()
-    assert received[rank] is sent[rank]
-    assert all(torch.equal(part, values(10 * r + rank, len(sent[r]), dtype)) for r, part in enumerate(received))
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -122,22 +69,6 @@ def test_messages_of_a_pair_are_matched_in_order(run):
     assert run(3, one_way)[1] == [1.0] * 3 + [2.0] * 3
 
 
-def many_outstanding(comm) -> None:
-    """60 operations of all kinds in flight, waited for from last to first."""
-    size, rank, handles = comm.size, comm.rank, []
-    for i in range(15):
-        x = torch.full((1 + 997 * i,), float(rank + i))
-        handles.append((comm.all_reduce(x.clone()), [sum(r + i for r in range(size))]))
-        handles.append((comm.all_gather(x), [r + i for r in range(size)]))
-        handles.append((comm.broadcast(x.clone(), i % size), [i % size + i]))
-        handles.append((comm.all_to_all([x + 100 * p for p in range(size)]), [r + i + 100 * rank for r in range(size)]))
-    for handle, expected in reversed(handles):
-        result = handle.wait()
-        tensors = [result] if isinstance(result, torch.Tensor) else result
-        assert [t.unique().tolist() for t in tensors] == [[float(value)] for value in expected]
-        assert handle.wait() is result
-
-
 @pytest.mark.parametrize("size", [2, 4])
 def test_many_outstanding_operations(run, size):
     run(size, many_outstanding)
@@ -161,17 +92,6 @@ def beside_a_round(comm) -> tuple[float, float]:
 
 def test_an_operation_beside_a_round_keeps_its_place_after_it(run):
     assert run(3, beside_a_round) == [(3.0, 30.0)] * 3
-
-
-def through_copies(operations, comm) -> None:
-    """As over Gloo with tensors of a GPU: what is sent and received lies in memory of its own."""
-    comm._direct = set()
-    operations(comm)
-
-
-@pytest.mark.parametrize("operations", [all_operations, many_outstanding])
-def test_what_gloo_cannot_send_from_goes_through_main_memory(operations):
-    WORLDS["processes"](3, partial(through_copies, operations))
 
 
 def gathered_in_slots(comm) -> None:
@@ -241,19 +161,6 @@ def test_an_error_over_nccl_waits_for_no_other_worker():
     """To end a group of NCCL waits for the others, who may wait in an operation that this worker will never join."""
     for seconds, is_left in WORLDS["processes"](2, abandoned_over_nccl):
         assert seconds < 100 and is_left
-
-
-def one_copy_for_all_peers(comm) -> int:
-    """Copies into main memory that an exchange of different tensors with all peers makes."""
-    comm._direct = set()
-    with mock.patch.object(process_group, "_copied", wraps=process_group._copied) as copied:
-        parts = comm.all_to_all([torch.full((3 + p,), float(comm.rank)) for p in range(3)], [3 + comm.rank] * 3).wait()
-    assert [part.tolist() for part in parts] == [[float(rank)] * (3 + comm.rank) for rank in range(3)]
-    return copied.call_count
-
-
-def test_gloo_copies_a_gpus_tensors_into_main_memory_once_for_all_peers():
-    assert WORLDS["processes"](3, one_copy_for_all_peers) == [1, 1, 1]
 
 
 def random_sum(comm, dtype) -> bytes:

@@ -1,4 +1,4 @@
-"""Tensors as memory: their bytes, new ones to receive into, and what copies results to where they belong."""
+"""Tensors as memory: their bytes, new ones to receive into, in main memory, and what copies results to where they belong."""
 
 from __future__ import annotations
 
@@ -37,6 +37,35 @@ def wait_and_copy(wait: Wait, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
     for tensor, staged in copies:
         if staged is not tensor:
             tensor.copy_(staged, non_blocking=True)
+
+
+def in_main_memory(tensor: Tensor, copied: bool = True) -> Tensor:
+    """The tensor itself if it is in main memory; else pinned memory of its shape, with its contents if `copied`.
+
+    The thread sleeps until a GPU has copied it; a blocking copy would spin.
+    """
+    if tensor.device.type == "cpu":
+        return tensor
+    staged = debug.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
+    if copied:
+        staged.copy_(tensor, non_blocking=True)
+        if tensor.is_cuda:
+            done = torch.cuda.Event(blocking=True)
+            done.record(torch.cuda.current_stream(tensor.device))
+            done.synchronize()
+    return staged
+
+
+def all_in_main_memory(sends: dict[int, Tensor]) -> dict[int, Tensor]:
+    """`in_main_memory` of vectors of bytes, by one copy; a vector may go to several peers."""
+    once = {id(tensor): tensor for tensor in sends.values()}
+    tensors = list(once.values())
+    if len(tensors) > 1 and tensors[0].device.type != "cpu":
+        tensors = list(in_main_memory(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
+    else:
+        tensors = [in_main_memory(tensor) for tensor in tensors]
+    staged = dict(zip(once, tensors, strict=True))
+    return {peer: staged[id(tensor)] for peer, tensor in sends.items()}
 
 
 class Spare:

@@ -27,11 +27,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from .. import debug
 from .addresses import own_address
 from .background import Later
 from .base import Communicator, Start
-from .buffers import wait_and_copy
+from .buffers import all_in_main_memory, in_main_memory, wait_and_copy
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
@@ -100,7 +99,6 @@ class ProcessGroupCommunicator(Communicator):
         self._issuer = Issuer()
         self._later = Later()
         self._sums: Sums | None = None
-        self._direct = {"cpu"}  # devices whose tensors Gloo sends without a copy; tests leave it empty
         if self._backends.get("cuda") == "nccl" and torch.cuda.is_available():
             self._gpu = _gpu(device, like)
             if "cpu" not in self._backends:
@@ -225,24 +223,15 @@ class ProcessGroupCommunicator(Communicator):
             return self._start_grouped(sends, receives)
         landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in landing.items()]
-        once = {id(tensor): tensor for tensor in sends.values()}  # to however many it goes
-        staged = dict(zip(once, self._all_sendable(list(once.values())), strict=True))
-        works += [(f"to rank {peer}", self._begin(dist.isend, staged[id(t)], peer)) for peer, t in sends.items()]
+        by_gloo = any(self._backends[tensor.device.type] == "gloo" for tensor in sends.values())
+        staged = all_in_main_memory(sends) if by_gloo else sends
+        works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in staged.items()]
         copies = [(receives[peer], tensor) for peer, tensor in landing.items()]
         return partial(wait_and_copy, partial(wait_for_all, works), copies)
 
     def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
-        if self._backends[tensor.device.type] != "gloo" or tensor.device.type in self._direct:
-            return tensor
-        staged = debug.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
-        return _copied(staged, tensor) if copied else staged
-
-    def _all_sendable(self, tensors: list[Tensor]) -> list[Tensor]:
-        """`_sendable` of vectors of bytes, by one copy."""
-        if len(tensors) < 2 or self._sendable(tensors[0], copied=False) is tensors[0]:
-            return [self._sendable(tensor) for tensor in tensors]
-        return list(self._sendable(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
+        return in_main_memory(tensor, copied) if self._backends[tensor.device.type] == "gloo" else tensor
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         from .tcp.channel import TcpChannel  # which meets over communicators like this one
@@ -375,13 +364,3 @@ def _without_device(world: dist.ProcessGroup) -> Iterator[None]:
         yield
     finally:
         world.bound_device_id = device
-
-
-def _copied(staged: Tensor, tensor: Tensor) -> Tensor:
-    """Copy a tensor into main memory. The thread sleeps until a GPU has copied it; a blocking copy would spin."""
-    staged.copy_(tensor, non_blocking=True)
-    if tensor.is_cuda:
-        copied = torch.cuda.Event(blocking=True)
-        copied.record(torch.cuda.current_stream(tensor.device))
-        copied.synchronize()
-    return staged

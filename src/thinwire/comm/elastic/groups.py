@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import wait_and_copy
+from ..buffers import all_in_main_memory, in_main_memory, wait_and_copy
 from ..handle import CommunicationError, Wait
 from ..sums import Route
 from ..tcp import TcpCommunicator
@@ -86,18 +86,20 @@ class Groups:
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         """Add up a tensor over all workers, in place."""
-        sent = _in_main_memory(tensor)
+        sent = in_main_memory(tensor)
         return partial(wait_and_copy, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Give all workers the tensor of rank `root`, in place."""
-        sent = _in_main_memory(tensor)
-        return partial(wait_and_copy, self._connected()._start_broadcast(sent, root), [(tensor, sent)])
+        comm = self._connected()
+        is_root = comm.rank == root
+        sent = in_main_memory(tensor, copied=is_root)
+        return partial(wait_and_copy, comm._start_broadcast(sent, root), [] if is_root else [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
-        landing, sent = ({peer: _in_main_memory(t) for peer, t in side.items()} for side in (receives, sends))
-        wait = self._connected()._start_exchange(sent, landing)
+        landing = {peer: in_main_memory(tensor, copied=False) for peer, tensor in receives.items()}
+        wait = self._connected()._start_exchange(all_in_main_memory(sends), landing)
         return partial(wait_and_copy, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def _connected(self) -> TcpCommunicator:
@@ -106,7 +108,3 @@ class Groups:
             raise CommunicationError("the round was given up")
         self._comm.limit_seconds = self.limit.total_seconds()
         return self._comm
-
-
-def _in_main_memory(tensor: Tensor) -> Tensor:
-    return tensor if tensor.device.type == "cpu" else tensor.cpu()
