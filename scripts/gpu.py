@@ -2,7 +2,8 @@
 
     python3 scripts/gpu.py                       list the parts
     python3 scripts/gpu.py kernels codecs        run these, then print one table of all parts that have run so far
-    python3 scripts/gpu.py --dry-run all         the same without a GPU: kernels are compiled only, the rest is on the CPU
+    python3 scripts/gpu.py --dry-run all         the same without a GPU: kernels are compiled only, the rest is on the CPU;
+                                                 for PyTorch's CPU build, and with a C++ compiler
 
 It needs PyTorch for GPUs, NumPy, Triton, pytest, pytest-xdist and hypothesis, and nothing of thinwire's own environment: no
 installation, no C++ compiler, no network. Results are kept in build/gpu, one file a part.
@@ -61,11 +62,6 @@ class Part:
         """Whether it may run beside others; what measures, and the sanitizer, run alone."""
         return bool(self.files) and self.name != "sanitizer"
 
-    @property
-    def is_simulated(self) -> bool:
-        """Whether its dry run has a simulated GPU; that of other checks only compiles kernels."""
-        return self.name == "training"
-
 
 PARTS = (
     Part("kernels", 2, "kernels give the reference's bytes, and no host waits", tuple(KERNELS)),
@@ -92,7 +88,7 @@ def environment(dry: bool) -> dict[str, str]:
         "CUBLAS_WORKSPACE_CONFIG": ":4096:8",
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "OMP_NUM_THREADS": "1",
-        "THINWIRE_FAKE_GPU": str(int(dry)),
+        "THINWIRE_DRY_RUN": str(int(dry)),
     }
 
 
@@ -110,9 +106,7 @@ def run(parts: Sequence[Part], dry: bool, name: str) -> list[dict[str, Any]]:
         for part in parts:
             (RESULTS / f"{part.name}.rows.json").unlink(missing_ok=True)
             if not _left_out(part, dry):
-                running[part.name] = _started(
-                    _command(part, dry), RESULTS / f"{part.name}.log", environment(dry and not part.is_simulated)
-                )
+                running[part.name] = _started(_command(part, dry), RESULTS / f"{part.name}.log", environment(dry))
         while len(seconds) < len(running) and time.monotonic() < began + LIMIT_SECONDS:
             time.sleep(0.1)
             ended = [name for name, process in running.items() if process.poll() is not None]
@@ -158,7 +152,7 @@ def _command(part: Part, dry: bool) -> list[str]:
     processes = min(part.processes, os.cpu_count() or 1)
     pytest = [sys.executable, "-m", "pytest", "-vv", "-n", str(processes), "--dist", "load", "-W", "ignore"]
     if dry:
-        pytest += ["-p", "helpers.simulated_gpu" if part.is_simulated else "helpers.compile_launches"]
+        pytest += ["-p", "helpers.simulated_gpu" if part.name == "training" else "helpers.compile_launches"]
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "1"]
     return [*(sanitizer if part.name == "sanitizer" else []), *pytest, "-p", "no:cacheprovider", *part.files]
 

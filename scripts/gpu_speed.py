@@ -27,7 +27,7 @@ from thinwire.lab.bench.codecs import DEFAULT_CODECS, measure
 from thinwire.lab.bench.parts import seconds_of
 from thinwire.strategy.gradients.rounds import GradientRounds
 
-IS_DRY = os.environ.get("THINWIRE_FAKE_GPU") == "1"
+IS_DRY = os.environ.get("THINWIRE_DRY_RUN") == "1"
 DEVICE = torch.device("cpu") if IS_DRY else torch.device("cuda", 0)
 WIDTH, LAYERS, STEPS = (64, 2, 2) if IS_DRY else (4096, 6, 30)
 PAYLOADS = 8

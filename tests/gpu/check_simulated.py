@@ -19,7 +19,8 @@ import torch
 from helpers import simulated_gpu
 from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
-from helpers.simulated_gpu import SIMULATED
+from helpers.operations import all_operations, many_outstanding
+from helpers.simulated_gpu import IS_INTERPRETED, SIMULATED
 from helpers.spawn import spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,8 @@ from thinwire import kernels, streams
 from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.codec.compose import transform
-from thinwire.comm import Background, ProcessGroupCommunicator
+from thinwire.comm import Background
+from thinwire.comm.buffers import in_main_memory
 from thinwire.comm.handle import nothing
 from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
@@ -79,7 +81,7 @@ def assert_equal(found, expected, tolerance=0.0):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_device=False)
 
 
-@settings(max_examples=100)
+@settings(max_examples=25 if IS_INTERPRETED else 100)
 @given(parts=st.data(), workers=st.sampled_from([1, 2, 4]), momentum=st.sampled_from([0.0, 0.9]))
 def test_random_compositions(parts, workers, momentum):
     try:
@@ -204,12 +206,16 @@ def test_the_training_goes_on_behind_a_flight(wait):
     background.close()
 
 
-@pytest.fixture
-def events(monkeypatch):
+def noted_events(monkeypatch):
     """The options of the events that are made."""
     made = []
     monkeypatch.setattr(torch.cuda, "Event", lambda **options: made.append(options) or simulated_gpu.Event(**options))
     return made
+
+
+@pytest.fixture
+def events(monkeypatch):
+    return noted_events(monkeypatch)
 
 
 def test_a_message_of_the_gpu_uses_memory_in_order(events):
@@ -232,11 +238,33 @@ def test_a_message_of_the_gpu_uses_memory_in_order(events):
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_thread_sleeps_while_a_tensor_is_copied_into_pinned_memory(events, copied):
-    """Gloo sends from main memory; what it receives lands in pinned memory too, and nothing is waited for."""
-    comm = SimpleNamespace(_backends={"cuda": "gloo"}, _direct=set())
-    staged = ProcessGroupCommunicator._sendable(comm, torch.ones(3, device=GPU), copied=copied)
+    """What is received lands there too, and nothing is waited for."""
+    staged = in_main_memory(torch.ones(3, device=GPU), copied=copied)
     assert staged.is_pinned() and events == [{"blocking": True}] * copied
     assert not copied or staged.tolist() == [1, 1, 1]
+
+
+def with_tensors_on_the_gpu(operations, comm):
+    with GPU:
+        operations(comm)
+
+
+@pytest.mark.parametrize("operations", [all_operations, many_outstanding])
+def test_what_gloo_cannot_send_from_goes_through_main_memory(operations):
+    spawn(3, partial(with_tensors_on_the_gpu, operations))
+
+
+def one_copy_for_all_peers(comm):
+    """Copies into main memory that an exchange of different tensors with all peers makes; the host waits for each."""
+    with pytest.MonkeyPatch.context() as patch, GPU:
+        made = noted_events(patch)
+        parts = comm.all_to_all([torch.full((3 + p,), float(comm.rank)) for p in range(3)], [3 + comm.rank] * 3).wait()
+    assert [part.tolist() for part in parts] == [[float(rank)] * (3 + comm.rank) for rank in range(3)]
+    return made
+
+
+def test_gloo_copies_a_gpus_tensors_into_main_memory_once_for_all_peers():
+    assert spawn(3, one_copy_for_all_peers) == [[{"blocking": True}]] * 3
 
 
 def gathered_on_two_streams(comm):
@@ -352,7 +380,7 @@ def test_the_host_waits_until_counters_of_faults_are_zero(monkeypatch):
     x.sum()
     with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(ValueError, match="corrupt"):
         counters = torch.ones(len(flags.Fault), device=GPU)
-        flags.raise_counted(counters, [1] * len(counters))
+        flags._raise_counted(counters, [1] * len(counters))
     assert not counters.any()
 
 

@@ -6,6 +6,8 @@ from collections.abc import Generator
 from typing import Any
 
 import pytest
+
+from helpers import simulated_gpu  # isort: skip  # noqa: F401  before PyTorch, which Triton imports
 import triton
 
 from helpers import fake_driver

@@ -1,4 +1,5 @@
-"""Triton without a GPU: a launch compiles its kernel for the real types of its arguments, and runs nothing.
+"""Triton without a GPU: a launch compiles its kernel for the real types of its arguments, and runs nothing. Tensors are on
+the simulated GPU.
 
 Triton's interpreter takes what its compiler refuses, such as a variable that changes its type. Here every launch of a check
 is compiled to Triton's intermediate representation. Memory that kernels would have written holds zeros, so what a check
@@ -7,7 +8,6 @@ finds in it says nothing: a check passes if everything that it launches compiles
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from typing import Any
 
@@ -22,7 +22,7 @@ from triton.runtime.driver import driver
 
 TARGET = GPUTarget("cuda", 90, 32)
 
-ASKED_FOR = os.environ.get("THINWIRE_FAKE_GPU") == "1"
+is_installed = False
 
 compiled: dict[tuple[Any, str], str] = {}
 """What the compiler said of each kernel, by function and types: "" if nothing."""
@@ -47,20 +47,20 @@ class FakeDriver:
         return 0
 
     def get_active_torch_device(self) -> torch.device:
-        return torch.device("cpu")
+        return torch.device("cuda")
 
 
 def install() -> None:
     """Have all launches of this process compile only."""
-    from thinwire.kernels import flags
-    from thinwire.kernels.triton import launch
+    global is_installed
+    from thinwire.kernels import backend
 
+    is_installed = True
+    backend.BACKENDS["cuda"] = "triton"
     driver.set_active(FakeDriver())
     triton.knobs.runtime.jit_cache_hook = _compile_only
     jit.serialize_specialization_data = lambda *arguments: ""  # for the hook; 3.6 fails at constants that are functions
     jit.JITFunction.run = _note_errors(jit.JITFunction.run)
-    launch.INTERPRETED = True  # kernels take tensors in main memory
-    flags.in_main_memory = lambda device: False
     torch.empty = torch.zeros
     torch.empty_like = torch.zeros_like
     _changes_a_type[(1,)](7)

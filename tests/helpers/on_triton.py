@@ -1,12 +1,10 @@
 """Inputs for checks of Triton kernels: few and small, because the interpreter takes a while for each operation.
 
-The checks run on the GPU where there is one. On the CPU they run in Triton's interpreter where `TRITON_INTERPRET=1`, and
-kernels are only compiled where `THINWIRE_FAKE_GPU=1`; see `helpers.fake_driver`.
+The checks run on the GPU where there is one, else on a simulated one: in Triton's interpreter with `-p helpers.simulated_gpu`
+and the environment variable `TRITON_INTERPRET=1`, while with `-p helpers.compile_launches` kernels are only compiled.
 """
 
 from __future__ import annotations
-
-import os
 
 import torch
 
@@ -14,8 +12,7 @@ from helpers import fake_driver
 from helpers.backends import SPECIAL, assert_backends_agree
 from thinwire import kernels
 
-IN_MAIN_MEMORY = os.environ.get("TRITON_INTERPRET") == "1" or fake_driver.ASKED_FOR
-DEVICE = torch.device("cpu" if IN_MAIN_MEMORY else "cuda:0")
+DEVICE = torch.device("cuda:0")
 
 
 def gaussian(numel: int, seed: int = 0, scale: float = 1.0) -> torch.Tensor:
@@ -51,7 +48,7 @@ def payload_of(nbytes: int, offset: int = 0) -> torch.Tensor:
 
 def assert_triton_agrees(compute) -> None:
     """`compute()` gives the same tensors and values in Triton as in the reference."""
-    if fake_driver.ASKED_FOR:
+    if fake_driver.is_installed:
         with kernels.use_backend("triton"):
             compute()
     else:

@@ -5,6 +5,10 @@
 // Memory remembers who used which of its bytes and when. An error is
 //   - an operation that reads what another stream writes, or writes what another one uses, without having waited for it;
 //   - an allocation that may get memory which was freed while another stream used it, without `record_stream`.
+// A kernel of Triton's is one operation, which uses the bytes that its programs load, store or change by atomics. Errors are also
+//   - an access to what is no memory of the GPU, and a load of bytes that nothing has written;
+//   - programs of a launch, or threads of a program without a barrier between them, of which one stores what another one uses.
+//     It may store what is stored there already.
 // A copy to pinned memory that does not block happens when the host waits for it; until then the memory holds 0xFF.
 // All host threads share one clock, so what one of them has waited for counts for all.
 
@@ -22,6 +26,7 @@
 #include <mutex>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -45,9 +50,10 @@ struct Use {
 };
 
 struct Memory {
-    void* base;
+    char* base;
     size_t size;
     int64_t stream;  // on which it is handed out again
+    std::vector<char> is_written;  // by byte
     std::vector<Use> uses;
     std::set<int64_t> recorded;
 };
@@ -67,8 +73,24 @@ std::vector<LateCopy> late;
 std::vector<std::string> races;
 std::set<const void*> pinned;
 std::set<const void*> unordered;  // memory on which streams add without an order
+std::map<const char*, Memory*> memories;  // by their address
 int64_t num_streams = 1;
 thread_local int64_t current = 0;
+
+constexpr int NOBODY = -1, MANY = -2;
+
+struct Byte {  // in one launch
+    int users[3] = {NOBODY, NOBODY, NOBODY};  // the program, by action
+    std::tuple<int, int, int> threads[2];     // that loaded and stored it last: how many barriers before, which lane, of how many
+};
+
+struct Kernel {
+    std::string name;
+    int64_t stream;
+    uint64_t tick;
+    int program = 0, barriers = 0;
+    std::map<Memory*, std::vector<Byte>> bytes;
+} kernel;  // one at a time
 
 void wait(Clock& clock, const Clock& other) {
     for (auto& [stream, tick] : other) clock[stream] = std::max(clock[stream], tick);
@@ -89,6 +111,25 @@ void raise(const std::string& race) {
 
 std::string described(const Use& use) {
     return std::string(use.writes ? "the write" : "the read") + " by " + use.operation + " on stream " + std::to_string(use.stream);
+}
+
+// Keep account of a use; the race, if there is one.
+std::string noted(Memory& memory, const Use& now, const Clock& clock) {
+    if (now.writes) std::fill(memory.is_written.begin() + now.begin, memory.is_written.begin() + now.end, true);
+    if (unordered.count(memory.base)) return "";
+    std::vector<Use> uses;
+    std::string race;
+    for (auto& use : memory.uses) {
+        bool waited = is_over(use, clock), meets = use.begin < now.end && now.begin < use.end;
+        if (meets && !waited && (now.writes || use.writes)) race = described(now) + " has not waited for " + described(use);
+        // A later use that waits for this one waits for those before it too.
+        bool is_inside = now.begin <= use.begin && use.end <= now.end;
+        bool covered = waited && is_inside && (now.writes || (!use.writes && use.stream == now.stream));
+        if (!covered) uses.push_back(use);
+    }
+    uses.push_back(now);
+    memory.uses = std::move(uses);
+    return race;
 }
 
 // One operation on the current stream; the tensors that it reads and writes.
@@ -119,23 +160,10 @@ struct Operation {
 private:
     std::string note(const Tensor& tensor, bool writes, const Clock& clock, uint64_t tick) const {
         auto& memory = *static_cast<Memory*>(tensor.storage().data_ptr().get_context());
-        if (unordered.count(memory.base)) return "";
         int64_t last = 0;
         for (int64_t i = 0; i < tensor.dim(); ++i) last += (tensor.size(i) - 1) * tensor.stride(i);
-        size_t begin = static_cast<char*>(tensor.data_ptr()) - static_cast<char*>(memory.base);
-        Use now{begin, begin + (last + 1) * tensor.element_size(), current, tick, writes, name};
-        std::vector<Use> uses;
-        std::string race;
-        for (auto& use : memory.uses) {
-            bool waited = is_over(use, clock), meets = use.begin < now.end && now.begin < use.end;
-            if (meets && !waited && (writes || use.writes)) race = described(now) + " has not waited for " + described(use);
-            // A later use that waits for this one waits for those before it too.
-            bool covered = waited && now.begin <= use.begin && use.end <= now.end && (writes || (!use.writes && use.stream == current));
-            if (!covered) uses.push_back(use);
-        }
-        uses.push_back(now);
-        memory.uses = std::move(uses);
-        return race;
+        size_t begin = static_cast<char*>(tensor.data_ptr()) - memory.base;
+        return noted(memory, {begin, begin + (last + 1) * tensor.element_size(), current, tick, writes, name}, clock);
     }
 };
 
@@ -168,17 +196,18 @@ void free_memory(void* context) {
             if (use.stream != memory->stream && !memory->recorded.count(use.stream)) in_use_when_freed[memory->stream].push_back(use);
         }
         unordered.erase(memory->base);
+        memories.erase(memory->base);
+        kernel.bytes.erase(memory);
     }
     if (memory->base) memset(memory->base, 0xFF, memory->size);
     free(memory->base);
     delete memory;
 }
 
-void* aligned(size_t size) {
+char* aligned(size_t size) {
     void* base = nullptr;
     if (posix_memalign(&base, 512, size)) throw std::bad_alloc();
-    memset(base, 0xFF, size);
-    return base;
+    return static_cast<char*>(memset(base, 0xFF, size));
 }
 
 struct Allocator final : c10::Allocator {
@@ -193,8 +222,10 @@ struct Allocator final : c10::Allocator {
             in_use_when_freed[current].clear();
         }
         if (!race.empty()) raise(race);
-        void* base = size ? aligned(size) : nullptr;
-        return {base, new Memory{base, size, current, {}, {}}, &free_memory, GPU};
+        auto* memory = new Memory{size ? aligned(size) : nullptr, size, current, std::vector<char>(size), {}, {}};
+        std::lock_guard<std::mutex> guard(lock);
+        if (size) memories[memory->base] = memory;
+        return {memory->base, memory, &free_memory, GPU};
     }
     void copy_data(void* target, const void* source, size_t size) const override { memcpy(target, source, size); }
 } allocator;
@@ -521,12 +552,107 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
     m.impl("copy_", copy_);
 }
 
-// What simulated_gpu.py needs.
+// ---- kernels of Triton, whose programs its interpreter runs one after the other ----
+
+enum Action { LOADS, STORES, CHANGES };  // the last one by atomics
+const char* const ACTIONS[] = {"loads", "stores", "changes"};
+
+void begin_kernel(std::string name) {
+    auto tick = Operation{name, {}}.start();
+    kernel = {std::move(name), current, tick};
+}
+
+void begin_program(int64_t program) { kernel.program = program, kernel.barriers = 0; }
+
+void pass_barrier() { ++kernel.barriers; }
+
+// What is wrong with an action of the program on a byte: what it does to "what" this says.
+std::string problem(Byte& byte, Action action, int lane, int num_lanes, bool is_written, bool changes_nothing) {
+    auto others = [&](int does) { return byte.users[does] != NOBODY && byte.users[does] != kernel.program; };
+    auto other_threads = [&](int does) {
+        auto [barriers, at, of] = byte.threads[does];  // of a single number one thread is the writer, and all are readers
+        bool is_same = lane == at && num_lanes == of && num_lanes > 1;
+        return byte.users[does] == kernel.program && barriers == kernel.barriers && !is_same;
+    };
+    if (action == LOADS && !is_written && byte.users[STORES] == NOBODY && byte.users[CHANGES] == NOBODY) return "nothing has written";
+    for (auto does : {LOADS, STORES, CHANGES}) {
+        if (changes_nothing || (does == action && does != STORES)) continue;
+        if (others(does)) return std::string("another program ") + ACTIONS[does];
+        if (does != CHANGES && action != CHANGES && other_threads(does)) return std::string("another thread ") + ACTIONS[does];
+    }
+    int& user = byte.users[action];
+    user = user == NOBODY || user == kernel.program ? kernel.program : MANY;
+    if (action != CHANGES) byte.threads[action] = {kernel.barriers, lane, num_lanes};
+    return "";
+}
+
+// Some of a program's lanes use elements of so many bytes at addresses; what they store there.
+void use_in_kernel(const Tensor& lanes, const Tensor& addresses, const Tensor& stored, int64_t num_lanes, int64_t size, int64_t action) {
+    std::string found;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        auto* places = addresses.data_ptr<int64_t>();
+        auto* values = static_cast<const char*>(stored.data_ptr());
+        for (int64_t n = 0; n < addresses.numel() && found.empty(); ++n) {
+            auto* place = reinterpret_cast<char*>(places[n]);
+            auto after = memories.upper_bound(place);
+            auto* memory = after == memories.begin() ? nullptr : std::prev(after)->second;
+            if (!memory || place + size > memory->base + memory->size) {
+                found = "no memory of the GPU has";
+                break;
+            }
+            auto& bytes = kernel.bytes[memory];
+            bytes.resize(memory->size);
+            for (int64_t i = 0; i < size && found.empty(); ++i) {
+                auto at = place + i - memory->base;
+                bool changes_nothing = action == STORES && bytes[at].users[STORES] != NOBODY && values[n * size + i] == place[i];
+                found = problem(bytes[at], Action(action), lanes.data_ptr<int64_t>()[n], num_lanes, memory->is_written[at], changes_nothing);
+                if (action == STORES) place[i] = values[n * size + i];
+            }
+        }
+    }
+    auto who = kernel.name + ": program " + std::to_string(kernel.program) + " ";
+    if (!found.empty()) raise(who + ACTIONS[action] + " what " + found);
+}
+
+void end_kernel() {
+    std::string race;
+    {
+        std::lock_guard<std::mutex> guard(lock);
+        auto note = [&](Memory& memory, const std::vector<Byte>& bytes, bool writes) {
+            auto is_used = [&](const Byte& byte) {
+                return writes ? byte.users[STORES] != NOBODY || byte.users[CHANGES] != NOBODY : byte.users[LOADS] != NOBODY;
+            };
+            for (auto end = bytes.begin(); end != bytes.end();) {
+                auto begin = std::find_if(end, bytes.end(), is_used);
+                end = std::find_if_not(begin, bytes.end(), is_used);
+                if (begin == end) break;
+                size_t first = begin - bytes.begin(), last = end - bytes.begin();
+                auto found = noted(memory, {first, last, kernel.stream, kernel.tick, writes, kernel.name}, clocks[kernel.stream]);
+                if (race.empty()) race = found;
+            }
+        };
+        for (auto& [memory, bytes] : kernel.bytes) {
+            note(*memory, bytes, false);
+            note(*memory, bytes, true);
+        }
+        kernel.bytes.clear();
+    }
+    if (!race.empty()) raise(race);
+}
+
+// What the modules in Python need.
 TORCH_LIBRARY(simulated_gpu, m) {
     m.def("current_stream() -> int", [] { return current; });
     m.def("set_stream(int stream) -> ()", [](int64_t stream) { current = stream; });
     m.def("synchronize() -> ()", [] { Streams().synchronizeDevice(0); });
     m.def("seed(int seed) -> ()", [](int64_t seed) { generator().set_current_seed(seed); });
+    m.def("in_main_memory(Tensor self) -> Tensor", in_main_memory);
+    m.def("begin_kernel(str name) -> ()", begin_kernel);
+    m.def("begin_program(int program) -> ()", begin_program);
+    m.def("pass_barrier() -> ()", pass_barrier);
+    m.def("use_in_kernel(Tensor lanes, Tensor addresses, Tensor stored, int num_lanes, int size, int action) -> ()", use_in_kernel);
+    m.def("end_kernel() -> ()", end_kernel);
     m.def("resize_storage(Tensor self, int size) -> ()", resize_storage);
     m.def("without_order(Tensor self) -> ()", [](const Tensor& tensor) {
         std::lock_guard<std::mutex> guard(lock);

@@ -2,7 +2,8 @@
 
 `torch.device("cuda")` then works in PyTorch's CPU build. Operations run on the CPU at once, and raise an error if they use
 memory without having waited for the stream that uses it; so does an allocation that may get memory which is still in use. What
-is checked, and what is not, stands at the top of `simulated_gpu.cpp`. thinwire's kernels run as plain PyTorch.
+is checked, and what is not, stands at the top of `simulated_gpu.cpp`. thinwire's kernels run as plain PyTorch, or with the
+environment variable `TRITON_INTERPRET=1` in Triton's interpreter.
 
 It must be imported before PyTorch. There is no NCCL; what PyTorch itself sends over Gloo goes through main memory here.
 """
@@ -10,6 +11,7 @@ It must be imported before PyTorch. There is no NCCL; what PyTorch itself sends 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import subprocess
 import sys
@@ -32,11 +34,16 @@ def build() -> None:
     torch = Path(find_spec("torch").origin).parent
     assert not (torch / "lib" / "libtorch_cuda.so").exists(), "a GPU is simulated in PyTorch's CPU build alone"
     changed = max(path.stat().st_mtime for path in (SOURCE, torch / "version.py"))
-    if LIBRARY.exists() and LIBRARY.stat().st_mtime > changed:
-        return
+    LIBRARY.parent.mkdir(exist_ok=True)
+    with LIBRARY.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # one process alone
+        if not LIBRARY.exists() or LIBRARY.stat().st_mtime <= changed:
+            compile_for(torch)
+
+
+def compile_for(torch: Path) -> None:
     folders = [f"-I{torch / folder}" for folder in ("include", "include/torch/csrc/api/include")]
     options = ["-std=c++20", "-O1", "-shared", "-fPIC", "-w", f"-L{torch / 'lib'}", f"-Wl,-rpath,{torch / 'lib'}"]
-    LIBRARY.parent.mkdir(exist_ok=True)
     made = LIBRARY.with_suffix(f".{os.getpid()}")
     compiler = os.environ.get("CXX", "c++")
     subprocess.run([compiler, *options, *folders, SOURCE, "-o", made, "-ltorch_cpu", "-lc10"], check=True)
@@ -54,6 +61,7 @@ from thinwire.kernels import backend, flags  # noqa: E402
 
 SIMULATED = torch.ops.simulated_gpu
 GPU = torch.device("cuda", 0)
+IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CUDA = 1  # PyTorch's number of that type of device
 
 
@@ -184,7 +192,12 @@ def install() -> None:
         return made
 
     flags.fault_counters = counters
-    backend.BACKENDS["cuda"] = "reference"
+    if IS_INTERPRETED:
+        from helpers import interpreter
+
+        interpreter.install()
+    else:
+        backend.BACKENDS["cuda"] = "reference"
     torch.UntypedStorage.resize_ = resized
     torch.Tensor.__deepcopy__ = deep_copied
     for name in ("_broadcast_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor"):

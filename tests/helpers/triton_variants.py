@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -25,6 +26,7 @@ from thinwire.kernels.ternary import Ternary
 from thinwire.kernels.triton import (
     cast,
     indices,
+    launch,
     levels,
     momentum,
     permutation,
@@ -122,6 +124,8 @@ def recorded(call: Callable[..., object], *arguments: Any) -> list[Launched]:
 
     with ExitStack() as patches:
         patches.enter_context(patch.object(torch, "empty", torch.zeros))
+        stream = SimpleNamespace(device_index=0, cuda_stream=0)  # tensors are in main memory, which has none
+        patches.enter_context(patch.object(launch, "current_stream", lambda device: stream))
         for name, module in list(sys.modules.items()):
             if name.startswith("thinwire.kernels.triton.") and hasattr(module, "launch"):
                 patches.enter_context(patch.object(module, "launch", note))

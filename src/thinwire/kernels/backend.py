@@ -101,8 +101,7 @@ def use_backend(name: str) -> Iterator[None]:
     """Use one backend inside a `with` block, in all threads; for tests and benchmarks.
 
     Args:
-        name: "reference", "cpu" or "triton". On tensors in main memory, "triton" asks for the environment variable
-            `TRITON_INTERPRET=1`, set before the first import.
+        name: "reference", "cpu" or "triton", which takes tensors on a GPU only.
 
     Raises:
         ValueError: if there is no such backend.

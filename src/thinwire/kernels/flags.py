@@ -94,7 +94,7 @@ def read(flag: Flag) -> bool:
     counters = fault_counters(flag[0].device)
     conditions = torch.stack([part.to(counters.device) for part in flag]).to(torch.int32)
     numbers = torch.cat([conditions, counters]).tolist()
-    raise_counted(counters, numbers[len(flag) :])
+    _raise_counted(counters, numbers[len(flag) :])
     return all(numbers[: len(flag)])
 
 
@@ -110,10 +110,10 @@ def check_faults(device: torch.device) -> None:
     counters = fault_counters(
         torch.empty(0, dtype=torch.float32, device=device).device
     )  # a tensor's device has its index
-    raise_counted(counters, counters.tolist())
+    _raise_counted(counters, counters.tolist())
 
 
-def raise_counted(counters: Tensor, counts: list[int]) -> None:
+def _raise_counted(counters: Tensor, counts: list[int]) -> None:
     """Raise the faults in `counts`, the values of a device's counters, and reset the counters."""
     if any(counts):
         counters.zero_()  # before the error, or the next `read` would raise the same faults again, on any stream

@@ -56,7 +56,6 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
     everywhere(monkeypatch, "launch", count)
     everywhere(monkeypatch, "pointers", pointers)
-    monkeypatch.setattr(flags, "in_main_memory", lambda device: False)
     monkeypatch.setattr(launches, "_KEPT", {})  # else what other tests have kept may leave too little space
     monkeypatch.setattr(launches, "_kept_numbers", 0)
     yield counter

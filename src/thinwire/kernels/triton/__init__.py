@@ -1,4 +1,4 @@
-"""The backend in Triton for tensors on a GPU; with `TRITON_INTERPRET=1`, also for tensors in main memory.
+"""The backend in Triton for tensors on a GPU.
 
 Each module runs kernels of one or two families of `thinwire.kernels`; arguments have been checked by the families' public
 functions. Importing this package fails where Triton is not installed.

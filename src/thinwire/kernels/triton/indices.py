@@ -20,7 +20,7 @@ from ..flags import Fault, fault_counters
 from ..indices import code_bits, low_bits, nbytes
 from .device import find_segment
 from .fields import SCAN_BLOCK, load_field, scan
-from .launch import Launch, kept, launch, raise_at_once, starts, tiles_of
+from .launch import Launch, kept, launch, starts, tiles_of
 
 BYTES = 128
 CORRUPT, UNSORTED = tl.constexpr(int(Fault.CORRUPT_INDICES)), tl.constexpr(int(Fault.UNSORTED))
@@ -32,7 +32,6 @@ def encode(indices: Tensor, counts: list[int], numels: list[int], out: Tensor) -
     faults = fault_counters(out.device)
     steps = max(counts, default=0).bit_length()
     launch(_encode, plan.num_tiles, out.device, plan.rows, indices, out, faults, len(counts), steps, BYTES=BYTES)
-    raise_at_once(faults)
 
 
 @family._decode.runs_on("triton")
@@ -48,7 +47,6 @@ def decode(payload: Tensor, counts: list[int], numels: list[int]) -> Tensor:
     launch(scan, len(counts), device, first, before, totals, len(counts), ROWS=1, BLOCK=SCAN_BLOCK)
     arguments = (plan.rows, payload, before, totals, indices, faults, len(counts))
     launch(_decode, plan.num_tiles, device, *arguments, BYTES=BYTES)
-    raise_at_once(faults)
     return indices
 
 

@@ -8,14 +8,13 @@ Uploads come from pinned memory and nothing waits for them.
 Alignment. A table's numbers are unknown to the compiler, which then loads element by element. So the segments that begin at
 multiples of 16 bytes, and whose sizes are multiples of 128, are served by a launch of their own (`by_alignment`), whose
 kernel is told so by the constant `VECTOR`. Most buckets have no others. What the compiler is told must hold: a GPU stops at
-a wide load from a narrow address, which the interpreter takes.
+a wide load from a narrow address, which Triton's interpreter takes.
 
 Numerics. Every kernel is launched with `enable_fp_fusion=False`: the reference rounds after each operation.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,11 +26,9 @@ import torch
 from torch import Tensor
 
 from ...streams import current_stream, uploaded
-from .. import flags
 
 T = TypeVar("T")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET", "") == "1"  # read by Triton when it is imported
 OPTIONS: dict[str, Any] = {"num_warps": 4, "enable_fp_fusion": False}
 _LAUNCHING = threading.Lock()
 """A first launch parses its kernel, and syntax trees cannot be made in two threads at once in Python 3.11 (SystemError)."""
@@ -48,22 +45,13 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
         constants: arguments of type `tl.constexpr`.
 
     Raises:
-        ValueError: if the tensors are in main memory and Triton does not interpret.
+        ValueError: if the tensors are in main memory.
     """
-    if device.type == "cpu" and not INTERPRETED:
-        raise ValueError(
-            "tensors: expected them on a GPU, got tensors on the CPU; Triton's interpreter takes these if the environment "
-            "variable TRITON_INTERPRET=1 is set before the first import"
-        )
+    if device.type == "cpu":
+        raise ValueError("tensors: expected them on a GPU, which Triton's kernels are for, got tensors on the CPU")
     if num_programs:
-        with _LAUNCHING, torch.cuda.device(device if device.type == "cuda" else -1):  # -1 changes nothing
+        with _LAUNCHING, torch.cuda.device(device):
             function[(num_programs,)](*arguments, **constants, **OPTIONS)
-
-
-def raise_at_once(faults: Tensor) -> None:
-    """Raise the faults that an interpreted kernel has counted, as any kernel for tensors in main memory does."""
-    if flags.in_main_memory(faults.device):
-        flags.raise_counted(faults, faults.tolist())
 
 
 def kept(make: Callable[..., T]) -> Callable[..., T]:
@@ -74,9 +62,9 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(make)
     def get(device: torch.device, *arguments: Any) -> T:
-        stream = current_stream(device) if device.type == "cuda" else None
+        stream = current_stream(device)
         # Not the device: "cuda" alone is one GPU now, and another one later.
-        key = (make, *((device, 0) if stream is None else (stream.device_index, stream.cuda_stream)), *arguments)
+        key = (make, stream.device_index, stream.cuda_stream, *arguments)
         # Without the lock: two threads may make the same table, and either one serves.
         result: T | None = _KEPT.get(key)
         if result is None:

@@ -18,7 +18,7 @@ from .. import scatter as family
 from ..checks import numels_of
 from ..flags import Fault, Flag, fault_counters, flag_of
 from .device import find_segment, magnitude
-from .launch import Launch, kept, launch, pointers, raise_at_once, starts, tiles_of
+from .launch import Launch, kept, launch, pointers, starts, tiles_of
 from .reduce import mark_nonfinite
 
 TILE = 1024
@@ -83,7 +83,6 @@ def _start(
     faults = fault_counters(device)
     arguments = (plan.rows, indices, values, faults, flag, len(outs), weight)
     launch(_scatter, plan.num_tiles, device, *arguments, ACTION=action, TILE=TILE)
-    raise_at_once(faults)
 
 
 @kept
