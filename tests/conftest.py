@@ -40,7 +40,8 @@ messages.is_configured = lambda: False
 
 FOLDER, ENVIRONMENT = os.getcwd(), dict(os.environ)
 
-collect_ignore = ["helpers/simulated_gpu.py"]  # a plugin, which must be imported before PyTorch
+# Plugins, of which the first must be imported before PyTorch.
+collect_ignore = [f"helpers/{name}.py" for name in ("simulated_gpu", "interpreter", "compile_launches")]
 
 
 def started_in_place() -> None:

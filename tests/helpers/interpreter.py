@@ -91,9 +91,9 @@ def noted(run: Callable[..., object], action: int, mask: int) -> Callable[..., o
         addresses = places[lanes].astype(np.int64)
         size = np.dtype(interpreter._get_np_dtype(pointers.get_element_ty())).itemsize
         assert not (addresses % size).any(), f"{addresses} are no multiples of {size}"
-        stored = np.broadcast_to(arguments[1].data, pointers.data.shape).ravel()[lanes].view(np.uint8)
-        if action != STORES:
-            stored = stored[:0]
+        stored = np.empty(0, np.uint8)
+        if action == STORES:
+            stored = np.broadcast_to(arguments[1].data, pointers.data.shape).ravel()[lanes].view(np.uint8)
         tensors = [torch.from_numpy(array) for array in (lanes, addresses, stored)]
         SIMULATED.use_in_kernel(*tensors, places.size, size, action)
         return run(self, *arguments)
