@@ -12,7 +12,8 @@ stream never waits for a message, and later encoding is not held up by an earlie
 for the work, at the end of a round.
 
 Memory. What is allocated inside of these contexts belongs to the work stream, which is the only one to use it, so it may be
-freed at any time. Tensors of the training stream that the work uses must be kept until `join`.
+freed at any time. Tensors of the training stream that the work uses must be kept until `join`. Where their owner is
+dropped in the middle of a round, the training stream waits for the work before their memory is free.
 
 For tensors in main memory all of this does nothing.
 """
@@ -20,6 +21,7 @@ For tensors in main memory all of this does nothing.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -34,6 +36,7 @@ class WorkStream:
 
     Args:
         device: of the tensors. There is no stream in main memory.
+        owner: of tensors of the training stream that the work uses.
 
     Example:
         >>> work = WorkStream(torch.device("cpu"))
@@ -42,11 +45,14 @@ class WorkStream:
         >>> work.join()
     """
 
-    def __init__(self, device: torch.device):
+    def __init__(self, device: torch.device, owner: object = None):
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         if has_streams(device):
             self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels, for which messages wait
+            self._training = current_stream(device)
+            if owner is not None:
+                weakref.finalize(owner, self._let_go).atexit = False
 
     @contextmanager
     def after_caller(self) -> Iterator[None]:
@@ -59,7 +65,8 @@ class WorkStream:
         if self._stream is None:
             yield
             return
-        self._stream.wait_event(current_stream(self._device).record_event())
+        self._training = current_stream(self._device)
+        self._stream.wait_event(self._training.record_event())
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             yield
 
@@ -80,6 +87,10 @@ class WorkStream:
         """Make the caller's current stream wait for all work so far; the host does not wait."""
         if self._stream is not None:
             current_stream(self._device).wait_event(self._stream.record_event())
+
+    def _let_go(self) -> None:
+        assert self._stream is not None
+        self._training.wait_event(self._stream.record_event())
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

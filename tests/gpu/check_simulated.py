@@ -6,11 +6,12 @@ PYTHONPATH=tests .venv/bin/python -m pytest -p helpers.simulated_gpu tests/gpu/c
 from __future__ import annotations
 
 import copy
+import gc
 import re
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from functools import partial
 from types import SimpleNamespace
 
@@ -180,6 +181,32 @@ def test_memory_of_a_round_that_an_error_broke_off_is_kept_until_the_training_wa
             net(torch.ones(3, 20, device=GPU)).sum().backward()
 
     tw.LocalWorld(1).run(worker)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.Gossip(tw.Mix(), overlap=True),
+        tw.Local(tw.Mean(tw.QSGD(bits=4)), every=3, delay=1),
+        tw.Gradients(tw.Mean(tw.QSGD(bits=4)), bucket_bytes=1),
+    ],
+    ids=repr,
+)
+def test_memory_is_free_after_the_work_where_all_is_dropped_in_the_middle_of_a_round(strategy):
+    def worker(comm):
+        net = copy.deepcopy(MODEL).to(GPU)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
+        tw.attach(net, optimizer, strategy, comm=comm)
+        for step in range(3):
+            if step == 2 and isinstance(strategy, tw.Gradients):
+                next(net.parameters()).register_hook(lambda _: 1 / 0)
+            with suppress(ZeroDivisionError):
+                loss_of(net, step, comm.rank).backward()
+                optimizer.step()
+
+    tw.LocalWorld(1).run(worker)
+    gc.collect()
+    torch.empty(3, device=GPU)
 
 
 def test_a_thread_of_the_work_waits_for_messages_itself():

@@ -79,7 +79,7 @@ class ParameterRounds:
         averager.check_names([name for name, _ in tensors], comm.rank)
         self.record = RoundsState(self.state)
         device = tensors[0][1].device if tensors else torch.device("cpu")
-        self._work, self._device, self.state.clock.device = WorkStream(device), device, device
+        self._work, self._device, self.state.clock.device = WorkStream(device, self), device, device
         self._changes: NamedTensors = []
         self._flight: Flight[Callable[[NamedTensors], None]] | None = None
         self._go_back: Callable[[], None] = lambda: None  # to the averager's state before the elastic round in flight

@@ -160,7 +160,7 @@ class GradientRounds:
             self.compare_models()
         healed = self._transaction.begin()
         if device != self._device:
-            self._work, self._device, self._state.clock.device = WorkStream(device), device, device
+            self._work, self._device, self._state.clock.device = WorkStream(device, self), device, device
         self._held, self._finishing, self._num_launched = [], [], 0
         self._streams.clear()
         self._is_open, self._is_finite, self._has_all = True, True, False

@@ -104,7 +104,7 @@ class LocalUpdates(OwnModelAttachment):
             self._follow(comm)
             self._anchors = [(name, _anchor_of(p)) for name, p in self._live.tensors()]
             device = self._anchors[0][1].device
-            self._work, self._clock.device = WorkStream(device), device
+            self._work, self._clock.device = WorkStream(device, self), device
             outer = strategy.outer or PLAIN_AVERAGING
             outer = outer if strategy.quorum is None else strategy.quorum.stale.outer(outer, comm.size)
             made = outer([anchor for _, anchor in self._anchors])
