@@ -17,6 +17,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from helpers import simulated_gpu
 from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
@@ -34,7 +35,7 @@ from thinwire import kernels, streams
 from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.codec.compose import transform
-from thinwire.comm import Background
+from thinwire.comm import Background, ProcessGroupCommunicator
 from thinwire.comm.buffers import in_main_memory
 from thinwire.comm.handle import nothing
 from thinwire.comm.issuer import Issuer
@@ -279,6 +280,41 @@ def with_tensors_on_the_gpu(operations, comm):
 @pytest.mark.parametrize("operations", [all_operations, many_outstanding])
 def test_what_gloo_cannot_send_from_goes_through_main_memory(operations):
     spawn(3, partial(with_tensors_on_the_gpu, operations))
+
+
+def over_nccl(comm, do, *arguments):
+    with ProcessGroupCommunicator(dist.new_group(backend="nccl")) as own:
+        result = do(own, *arguments)
+    torch.cuda.synchronize()
+    return result
+
+
+@pytest.mark.parametrize("operations", [all_operations, many_outstanding])
+def test_operations_over_nccl(operations):
+    spawn(3, over_nccl, partial(with_tensors_on_the_gpu, operations))
+
+
+def parameters_of(comm, strategy):
+    return ([p.cpu() for p in trained(comm, strategy, 0.0, *on(GPU))[0]],)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.Gradients(tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()), bucket_bytes=300),
+        tw.Gradients(tw.Mean(tw.chain(tw.QSGD(bits=4), tw.codec.Huffman()))),
+        tw.Gradients(tw.Mean(tw.QSGD(bits=4), exchange="scatter_reduce")),
+        tw.Gradients(tw.Mean(tw.TopK(0.1), tw.MomentumCorrection(), exchange="sparse_reduce")),
+        tw.Gradients(tw.Mean()),
+        tw.Gradients(tw.PowerSGD(rank=1)),
+        tw.Local(tw.Mean(tw.QSGD(bits=4)), every=2, delay=1, fragments=2),
+        *(tw.Gossip(averager, overlap=True) for averager in GOSSIP[::3]),
+    ],
+    ids=repr,
+)
+def test_training_over_nccl(strategy):
+    expected = tw.LocalWorld(4).run(parameters_of, strategy)
+    assert_equal(spawn(4, over_nccl, parameters_of, strategy), expected, tolerance=1e-5)
 
 
 def one_copy_for_all_peers(comm):

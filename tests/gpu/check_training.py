@@ -1,10 +1,11 @@
 """Training on a GPU: one worker over NCCL, two workers on one GPU over Gloo, and streams under load.
 
-All of it runs on a simulated GPU too, but for what needs NCCL or the GPU's own clock; see `helpers.simulated_gpu`.
+All of it runs on a simulated GPU too, but for what needs the GPU's own clock; see `helpers.simulated_gpu`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 
@@ -20,8 +21,6 @@ import thinwire as tw
 from thinwire.comm import LocalWorld, ProcessGroupCommunicator, issuer
 from thinwire.comm.compare import digests
 
-HAS_NCCL = dist.is_nccl_available()  # and so a GPU that is not simulated
-needs_nccl = pytest.mark.skipif(not HAS_NCCL, reason="needs a GPU")
 AVERAGERS = [
     tw.Mean(tw.QSGD(bits=4), tw.ErrorFeedback()),
     tw.Mean(tw.TopK(0.1), tw.MomentumCorrection(0.9)),
@@ -128,7 +127,7 @@ def backward_beside_a_late_worker(comm) -> tuple[float, float]:
     return began.elapsed_time(ended), began.elapsed_time(done)
 
 
-@needs_nccl
+@pytest.mark.skipif("helpers.simulated_gpu" in sys.modules, reason="needs a GPU's clock")
 def test_backward_does_not_queue_behind_an_exchange():
     (backward, whole), _ = spawn(2, backward_beside_a_late_worker, timeout_seconds=300)
     assert backward < 500 and whole > 1500, (backward, whole)
@@ -137,8 +136,7 @@ def test_backward_does_not_queue_behind_an_exchange():
 @pytest.fixture
 def one_worker():
     """The default process group of one worker, over NCCL."""
-    options = {"device_id": GPU} if HAS_NCCL else {}
-    dist.init_process_group("nccl" if HAS_NCCL else "gloo", store=dist.HashStore(), rank=0, world_size=1, **options)
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1, device_id=GPU)
     yield
     dist.destroy_process_group()
 
@@ -149,7 +147,6 @@ def test_one_worker_over_nccl(one_worker, averager):
         assert_same(train(comm, averager), LocalWorld(1).run(train, averager)[0])
 
 
-@needs_nccl
 @pytest.mark.parametrize("averager", AVERAGERS[:3], ids=repr)
 def test_messages_of_a_late_stream_over_nccl(one_worker, averager, monkeypatch):
     """Memory of an exchange is not handed out again while the stream of messages, which works late here, uses it."""
@@ -179,7 +176,6 @@ def test_ddp_of_one_worker_over_nccl(one_worker, averager):
                 assert torch.equal(ours.grad, theirs.grad)
 
 
-@needs_nccl
 def test_bytes_travel_point_to_point_over_nccl(one_worker):
     """A send to itself and its receive, started as one operation as those to peers are."""
     group, sent = dist.group.WORLD, torch.arange(256, dtype=torch.uint8, device=GPU)

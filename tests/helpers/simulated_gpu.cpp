@@ -17,15 +17,21 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 #include <torch/csrc/distributed/c10d/reducer_timer.hpp>
 #include <torch/library.h>
 
 #include <algorithm>
+#include <condition_variable>
 #include <cstring>
+#include <deque>
+#include <functional>
+#include <future>
 #include <map>
 #include <mutex>
 #include <set>
 #include <string>
+#include <thread>
 #include <tuple>
 #include <utility>
 #include <vector>
@@ -193,7 +199,10 @@ void free_memory(void* context) {
     {
         std::lock_guard<std::mutex> guard(lock);
         for (auto& use : memory->uses) {
-            if (use.stream != memory->stream && !memory->recorded.count(use.stream)) in_use_when_freed[memory->stream].push_back(use);
+            // What it is recorded for is waited for, and so is what that stream has waited for.
+            bool is_kept = use.stream == memory->stream;
+            for (auto stream : memory->recorded) is_kept |= is_over(use, clocks[stream]);
+            if (!is_kept) in_use_when_freed[memory->stream].push_back(use);
         }
         unordered.erase(memory->base);
         memories.erase(memory->base);
@@ -641,13 +650,214 @@ void end_kernel() {
     if (!race.empty()) raise(race);
 }
 
+// ---- NCCL: messages on a stream of their own, one after the other, which go over Gloo through main memory ----
+
+using Tensors = std::vector<Tensor>;
+
+Tensors in_main_memory(const Tensors& tensors) {
+    Tensors moved;
+    for (auto& tensor : tensors) moved.push_back(in_main_memory(tensor));
+    return moved;
+}
+
+// A stream that waits for it may use what came. Until then it keeps the memory that is in use.
+struct Message final : c10d::Work {
+    int64_t stream = 0;
+    Clock end;
+    Tensors used;
+    std::shared_future<void> sent;
+    c10::intrusive_ptr<c10::ivalue::Future> future;
+
+    ~Message() override {
+        for (auto& tensor : used) Streams().recordDataPtrOnStream(tensor.storage().data_ptr(), stream_of(stream));
+    }
+    bool wait(std::chrono::milliseconds) override {  // the host waits too, because the stream's next operation is run at once
+        sent.get();
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            ::wait(clocks[current], end);
+        }
+        used.clear();
+        return true;
+    }
+    void synchronize() override { wait(kNoTimeout); }
+    bool isCompleted() override { return sent.wait_for(std::chrono::seconds(0)) == std::future_status::ready; }
+    bool isSuccess() const override { return true; }
+    c10::intrusive_ptr<c10::ivalue::Future> getFuture() override { return future; }
+};
+
+struct Part {  // of a group of sends and receives
+    bool is_sent;
+    Tensor tensor;
+    int peer;
+};
+
+struct Nccl final : c10d::Backend {
+    c10::intrusive_ptr<c10d::ProcessGroup> gloo;
+    int64_t stream;
+    std::mutex mutex;
+    std::condition_variable changed;
+    std::deque<std::function<void()>> tasks;
+    bool is_over = false, is_grouping = false;
+    std::vector<Part> grouped;
+    std::thread thread;
+
+    explicit Nccl(c10::intrusive_ptr<c10d::ProcessGroup> group)
+        : Backend(group->getRank(), group->getSize()), gloo(std::move(group)), stream(Streams().getNewStream(GPU, 0).id()),
+          thread([this] { work(); }) {}
+    ~Nccl() override { shutdown(); }
+
+    void shutdown() override {
+        {
+            std::lock_guard<std::mutex> guard(mutex);
+            is_over = true;
+        }
+        changed.notify_all();
+        if (thread.joinable()) thread.join();
+    }
+    void abort() override { shutdown(); }
+
+    void work() {
+        for (;;) {
+            std::function<void()> task;
+            {
+                std::unique_lock<std::mutex> guard(mutex);
+                changed.wait(guard, [this] { return is_over || !tasks.empty(); });
+                if (tasks.empty()) return;
+                task = std::move(tasks.front());
+                tasks.pop_front();
+            }
+            task();
+        }
+    }
+
+    // On the stream of messages, after what is on the caller's.
+    c10::intrusive_ptr<c10d::Work> start(const char* name, const Tensors& reads, const Tensors& writes, std::function<void()> send) {
+        auto message = c10::make_intrusive<Message>();
+        c10::StreamGuard on_stream(stream_of(stream));
+        {
+            std::lock_guard<std::mutex> guard(lock);
+            ::wait(clocks[stream], clocks[on_stream.original_stream().id()]);
+        }
+        Operation operation{name, {}};
+        for (auto& tensor : reads) operation.use(tensor, false);
+        for (auto& tensor : writes) operation.use(tensor, true);
+        operation.start();
+        message->stream = stream;
+        message->end = clock_of(stream);
+        message->used = reads;
+        message->used.insert(message->used.end(), writes.begin(), writes.end());
+        auto type = c10::ListType::create(c10::TensorType::get());
+        auto future = message->future = c10::make_intrusive<c10::ivalue::Future>(type, std::vector<c10::Device>{GPU});
+        auto sent = std::make_shared<std::promise<void>>();
+        message->sent = sent->get_future().share();
+        {
+            std::lock_guard<std::mutex> guard(mutex);
+            tasks.push_back([=, stream = stream, results = writes] {
+                current = stream;
+                try {
+                    send();
+                    sent->set_value();
+                    future->markCompleted(c10::IValue(results));
+                } catch (...) {
+                    sent->set_exception(std::current_exception());
+                    future->setErrorIfNeeded(std::current_exception());
+                }
+            });
+        }
+        changed.notify_all();
+        return message;
+    }
+
+    const std::string getBackendName() const override { return "nccl"; }
+    void setSequenceNumberForGroup() override {}
+    uint64_t getSequenceNumberForGroup() override { return 0; }
+    void setTimeout(std::chrono::milliseconds) override {}
+    bool supportsCoalescing() const override { return true; }
+    bool supportsSplitting() const override { return true; }
+
+    c10::intrusive_ptr<c10d::Work> allreduce(Tensors& tensors, const c10d::AllreduceOptions& options) override {
+        auto moved = in_main_memory(tensors);
+        return start("all-reduce", tensors, tensors, [this, moved, options]() mutable {
+            bool averages = options.reduceOp == c10d::ReduceOp::AVG;
+            auto summed = options;
+            if (averages) summed.reduceOp = c10d::ReduceOp::SUM;
+            gloo->allreduce(moved, summed)->wait();
+            if (averages) moved[0].div_(getSize());
+        });
+    }
+    c10::intrusive_ptr<c10d::Work> broadcast(Tensors& tensors, const c10d::BroadcastOptions& options) override {
+        auto moved = in_main_memory(tensors);
+        bool is_root = getRank() == options.rootRank;
+        return start("broadcast", is_root ? tensors : Tensors{}, is_root ? Tensors{} : tensors,
+                     [this, moved, options]() mutable { gloo->broadcast(moved, options)->wait(); });
+    }
+    c10::intrusive_ptr<c10d::Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
+        auto to = in_main_memory(output);
+        return start("all-gather", {input}, {output}, [this, to, input, options]() mutable {
+            auto from = in_main_memory(input).clone();  // it is often a part of the output
+            gloo->_allgather_base(to, from, options)->wait();
+        });
+    }
+    c10::intrusive_ptr<c10d::Work> allgather(std::vector<Tensors>& outputs, Tensors& inputs, const c10d::AllgatherOptions& options) override {
+        std::vector<Tensors> to{in_main_memory(outputs[0])};
+        auto from = in_main_memory(inputs);
+        return start("all-gather", inputs, outputs[0], [this, to, from, options]() mutable { gloo->allgather(to, from, options)->wait(); });
+    }
+    c10::intrusive_ptr<c10d::Work> _reduce_scatter_base(Tensor& output, Tensor& input, const c10d::ReduceScatterOptions& options) override {
+        auto to = in_main_memory(output), from = in_main_memory(input);
+        return start("reduce-scatter", {input}, {output}, [this, to, from, options]() mutable {
+            Tensors whole{from.clone()};
+            c10d::AllreduceOptions sums;
+            gloo->allreduce(whole, sums)->wait();
+            if (options.reduceOp == c10d::ReduceOp::AVG) whole[0].div_(getSize());
+            to.copy_(whole[0].view(-1).narrow(0, getRank() * to.numel(), to.numel()).view_as(to));
+        });
+    }
+    c10::intrusive_ptr<c10d::Work> barrier(const c10d::BarrierOptions&) override {
+        Tensors one{at::ones({1}, at::TensorOptions().device(GPU))};
+        auto work = allreduce(one, c10d::AllreduceOptions());
+        work->wait(kNoTimeout);
+        host_waits(clock_of(current));
+        return work;
+    }
+    c10::intrusive_ptr<c10d::Work> send(Tensors& tensors, int target, int) override { return add({true, tensors[0], target}); }
+    c10::intrusive_ptr<c10d::Work> recv(Tensors& tensors, int source, int) override { return add({false, tensors[0], source}); }
+    c10::intrusive_ptr<c10d::Work> add(Part part) {
+        grouped.push_back(std::move(part));
+        if (!is_grouping) return endCoalescing();
+        return c10::make_intrusive<Message>();  // of which nobody asks anything
+    }
+    void startCoalescing() override { is_grouping = true; }
+    c10::intrusive_ptr<c10d::Work> endCoalescing() override {
+        is_grouping = false;
+        Tensors used[2];
+        for (auto& part : grouped) used[part.is_sent].push_back(part.tensor);
+        return start("sends and receives", used[true], used[false], [this, parts = std::exchange(grouped, {})] {
+            std::vector<c10::intrusive_ptr<c10d::Work>> works;
+            std::deque<Tensor> own[2];
+            for (auto& part : parts) {
+                Tensors moved{in_main_memory(part.tensor)};
+                if (part.peer == getRank()) own[part.is_sent].push_back(moved[0]);
+                else works.push_back(part.is_sent ? gloo->send(moved, part.peer, 0) : gloo->recv(moved, part.peer, 0));
+            }
+            for (size_t i = 0; i < own[true].size(); ++i) own[false].at(i).copy_(own[true][i]);
+            for (auto& work : works) work->wait();
+        });
+    }
+};
+
 // What the modules in Python need.
 TORCH_LIBRARY(simulated_gpu, m) {
     m.def("current_stream() -> int", [] { return current; });
     m.def("set_stream(int stream) -> ()", [](int64_t stream) { current = stream; });
     m.def("synchronize() -> ()", [] { Streams().synchronizeDevice(0); });
     m.def("seed(int seed) -> ()", [](int64_t seed) { generator().set_current_seed(seed); });
-    m.def("in_main_memory(Tensor self) -> Tensor", in_main_memory);
+    m.def("in_main_memory(Tensor self) -> Tensor", [](const Tensor& self) { return in_main_memory(self); });
+    m.def("add_nccl(__torch__.torch.classes.c10d.ProcessGroup group, __torch__.torch.classes.c10d.ProcessGroup gloo) -> ()",
+          [](const c10::intrusive_ptr<c10d::ProcessGroup>& group, const c10::intrusive_ptr<c10d::ProcessGroup>& gloo) {
+              group->setBackend(DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, c10::make_intrusive<Nccl>(gloo));
+          });
     m.def("begin_kernel(str name) -> ()", begin_kernel);
     m.def("begin_program(int program) -> ()", begin_program);
     m.def("pass_barrier() -> ()", pass_barrier);

@@ -5,7 +5,8 @@ memory without having waited for the stream that uses it; so does an allocation 
 is checked, and what is not, stands at the top of `simulated_gpu.cpp`. thinwire's kernels run as plain PyTorch, or with the
 environment variable `TRITON_INTERPRET=1` in Triton's interpreter.
 
-It must be imported before PyTorch. There is no NCCL; what PyTorch itself sends over Gloo goes through main memory here.
+It must be imported before PyTorch. NCCL's messages have a stream of their own; they go over Gloo, and so do those that PyTorch
+itself sends over Gloo on a GPU, which its CPU build does not.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ ctypes.CDLL(str(LIBRARY), ctypes.RTLD_GLOBAL)
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
+import torch.distributed.distributed_c10d as c10d  # noqa: E402
 
 from thinwire.kernels import backend, flags  # noqa: E402
 
@@ -172,6 +174,9 @@ def through_main_memory(call: Callable[..., Any]) -> Callable[..., Any]:
             value.copy_(moved)
 
     def staged(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        groups = [value for value in (*arguments, *options.values()) if isinstance(value, dist.ProcessGroup)]
+        if "cuda:nccl" in str(dist.get_backend_config(groups[0] if groups else None)):
+            return call(*arguments, **({"async_op": True} if async_op else {}), **options)
         moved, moved_options = [down(a) for a in arguments], {name: down(value) for name, value in options.items()}
         call(*moved, **moved_options)
         up(list(arguments), moved)
@@ -180,6 +185,25 @@ def through_main_memory(call: Callable[..., Any]) -> Callable[..., Any]:
         return SimpleNamespace(wait=lambda: None) if async_op else None
 
     return staged
+
+
+class AnyBackend(type):
+    def __instancecheck__(cls, backend: object) -> bool:
+        return isinstance(backend, torch._C._distributed_c10d.Backend)
+
+
+class Nccl(metaclass=AnyBackend):
+    """What `ProcessGroupNCCL(...)` returns: messages have a stream of their own, and travel over Gloo."""
+
+    Options = SimpleNamespace
+
+    def __new__(cls, store: dist.Store, rank: int, size: int, options: Any = None) -> Any:
+        group, gloo = (dist.ProcessGroup(store, rank, size) for _ in range(2))
+        backend = dist.ProcessGroupGloo(dist.PrefixStore("gloo", store), rank, size)
+        gloo._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, backend)
+        gloo._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        SIMULATED.add_nccl(group.boxed(), gloo.boxed())
+        return group._get_backend(GPU)
 
 
 def install() -> None:
@@ -203,6 +227,9 @@ def install() -> None:
     for name in ("_broadcast_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor"):
         setattr(dist, name, through_main_memory(getattr(dist, name)))
     dist._verify_params_across_processes = lambda *arguments: None
+    c10d._NCCL_AVAILABLE, c10d.ProcessGroupNCCL = True, Nccl
+    c10d.default_pg_nccl_timeout = c10d.default_pg_timeout
+    torch._C._nccl_version, torch._C._nccl_version_suffix = lambda: 2 << 32, lambda: b""
     replaced = {
         "Stream": Stream,
         "Event": Event,
@@ -222,7 +249,7 @@ def install() -> None:
         "manual_seed_all": SIMULATED.seed,
         "_lazy_init": lambda: None,
         "_sleep": lambda cycles: None,
-        "get_device_properties": lambda device=None: SimpleNamespace(uuid="simulated"),
+        "get_device_properties": lambda device=None: SimpleNamespace(uuid="simulated", major=9, minor=0),
     }
     for name, value in replaced.items():
         assert hasattr(torch.cuda, name), name
