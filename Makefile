@@ -58,7 +58,7 @@ test-all: $(READY)
 	$(PYTEST) -n 6
 
 # Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The conformance suite would
-# take it a quarter of an hour. The second and third compile all launches for the real types of their arguments: the interpreter
+# take it 13 minutes. The second and third compile all launches for the real types of their arguments: the interpreter
 # takes what the compiler refuses. The last compiles to machine code.
 TRITON_CHECKS := $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
 LAUNCHES := $(TRITON) -p helpers.compile_launches -W ignore $(TRITON_CHECKS) tests/gpu/check_codecs.py

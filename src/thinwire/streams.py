@@ -36,7 +36,7 @@ class WorkStream:
 
     Args:
         device: of the tensors. There is no stream in main memory.
-        owner: of tensors of the training stream that the work uses.
+        owner: holds tensors of the training stream that the work uses. When it is dropped, that stream waits for the work.
 
     Example:
         >>> work = WorkStream(torch.device("cpu"))
@@ -52,7 +52,7 @@ class WorkStream:
             self._stream = torch.cuda.Stream(device, priority=-1)  # small kernels, for which messages wait
             self._training = current_stream(device)
             if owner is not None:
-                weakref.finalize(owner, self._let_go).atexit = False
+                weakref.finalize(owner, self._let_go).atexit = False  # then all memory is freed
 
     @contextmanager
     def after_caller(self) -> Iterator[None]:
@@ -89,8 +89,9 @@ class WorkStream:
             current_stream(self._device).wait_event(self._stream.record_event())
 
     def _let_go(self) -> None:
-        assert self._stream is not None
-        self._training.wait_event(self._stream.record_event())
+        """Make the training's stream wait before the owner's memory is free; not if a graph is captured, which would break."""
+        if self._stream is not None and not torch.cuda.is_current_stream_capturing():
+            self._training.wait_event(self._stream.record_event())
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream:

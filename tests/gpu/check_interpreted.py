@@ -53,6 +53,23 @@ def _reverse(x, y, IS_RIGHT: tl.constexpr):
 
 
 @triton.jit
+def _last(x, y, IS_RIGHT: tl.constexpr):
+    first = tl.load(x + tl.arange(0, 64) * 0)
+    if IS_RIGHT:
+        tl.debug_barrier()
+    tl.store(x + tl.arange(0, 64) * 0, first + 1, mask=tl.arange(0, 64) == 63)
+
+
+@triton.jit
+def _add(x, y, IS_RIGHT: tl.constexpr):
+    if IS_RIGHT:
+        tl.store(y, 0.0)
+        tl.store(y, 1.0)  # by the same thread
+        tl.debug_barrier()
+    tl.atomic_add(y, 1.0, sem="relaxed")
+
+
+@triton.jit
 def _address(x, y, IS_RIGHT: tl.constexpr):
     tl.store((x.to(tl.pointer_type(tl.uint8)) + (4 if IS_RIGHT else 2)).to(tl.pointer_type(tl.float32)), 1.0)
 
@@ -66,6 +83,8 @@ def _address(x, y, IS_RIGHT: tl.constexpr):
         (_other_program, 2, "program 1 stores what another program stores"),
         (_sum, 2, "program 0 stores what another thread loads"),
         (_reverse, 1, "program 0 stores what another thread loads"),
+        (_last, 1, "program 0 stores what another thread loads"),
+        (_add, 1, "program 0 changes what nothing has written"),
         (_address, 1, "no multiples of 4"),
     ],
 )
@@ -77,7 +96,7 @@ def test_a_mistake_is_an_error(kernel, num_programs, message):
             continue
         with pytest.raises(Exception, match=message):
             kernel[(num_programs,)](x, y, IS_RIGHT=False)
-    assert all(message in race for race in SIMULATED.races())
+    assert len(SIMULATED.races()) == (kernel is not _address)  # the interpreter's own
 
 
 def test_what_the_compiler_is_told_of_an_address_must_hold():

@@ -36,7 +36,7 @@ from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.codec.compose import transform
 from thinwire.comm import Background, ProcessGroupCommunicator
-from thinwire.comm.buffers import in_main_memory
+from thinwire.comm.buffers import staged_tensor
 from thinwire.comm.handle import nothing
 from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
@@ -130,8 +130,16 @@ def test_a_round_in_flight_changes_its_state_in_place(averager):
     assert tw.LocalWorld(4).run(worker) == [False] * 4
 
 
+def assert_that_the_host_has_not_waited(*tensors):
+    """For whoever wrote them: a stream that waits for nobody must not read them."""
+    for tensor in tensors:
+        with torch.cuda.stream(torch.cuda.Stream()), pytest.raises(RuntimeError, match="has not waited"):
+            tensor.sum()
+        assert len(SIMULATED.races()) == 1
+
+
 def test_backward_waits_for_the_work_at_its_end_only(monkeypatch):
-    """The first bucket is decoded before the last one is launched."""
+    """The first bucket is decoded before the last one is launched. The training's stream waits, and the host does not."""
     decoded, finish, looks = threading.Event(), GradientRounds._finish, []
     monkeypatch.setattr(GradientRounds, "_finish", lambda *args: finish(*args) or decoded.set())
     monkeypatch.setattr(Replica, "commit", lambda *_: True)  # there the host waits
@@ -143,15 +151,17 @@ def test_backward_waits_for_the_work_at_its_end_only(monkeypatch):
         def look(_):
             with pytest.raises(RuntimeError, match="has not waited"):
                 net[1].bias.grad.sum()
+            looks.append(len(SIMULATED.races()))
 
-        net[0].weight.register_hook(lambda _: looks.append(decoded.wait(5)))
+        net[0].weight.register_hook(lambda _: looks.append(decoded.wait(60)))
         x.register_hook(look)
         with tw.compress_gradients(net, tw.Mean(tw.QSGD(bits=4)), comm=comm, bucket_bytes=1):
             net(x * 1).sum().backward()
             net[1].bias.grad.sum()
+            assert_that_the_host_has_not_waited(x, net[1].bias.grad)
 
     tw.LocalWorld(1).run(worker)
-    assert looks == [True] and len(SIMULATED.races()) == 1
+    assert looks == [True, 1]
 
 
 def test_what_takes_the_place_of_a_frozen_gradient_is_kept_until_the_training_waits():
@@ -230,7 +240,9 @@ def test_a_thread_of_the_work_waits_for_messages_itself():
 def test_the_training_goes_on_behind_a_flight(wait):
     background = Background("rounds")
     with torch.cuda.stream(torch.cuda.Stream()):
-        wait(Flight(lambda: torch.ones(3, device=GPU), WorkStream(GPU), background)).sum()
+        made = wait(Flight(lambda: torch.ones(3, device=GPU), WorkStream(GPU), background))
+        made.sum()
+    assert_that_the_host_has_not_waited(made)
     background.close()
 
 
@@ -267,7 +279,7 @@ def test_a_message_of_the_gpu_uses_memory_in_order(events):
 @pytest.mark.parametrize("copied", [True, False])
 def test_a_thread_sleeps_while_a_tensor_is_copied_into_pinned_memory(events, copied):
     """What is received lands there too, and nothing is waited for."""
-    staged = in_main_memory(torch.ones(3, device=GPU), copied=copied)
+    staged = staged_tensor(torch.ones(3, device=GPU), copied=copied)
     assert staged.is_pinned() and events == [{"blocking": True}] * copied
     assert not copied or staged.tolist() == [1, 1, 1]
 

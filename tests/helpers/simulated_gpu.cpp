@@ -8,7 +8,9 @@
 // A kernel of Triton's is one operation, which uses the bytes that its programs load, store or change by atomics. Errors are also
 //   - an access to what is no memory of the GPU, and a load of bytes that nothing has written;
 //   - programs of a launch, or threads of a program without a barrier between them, of which one stores what another one uses.
-//     It may store what is stored there already.
+//     It may store what is stored there already. Elements are taken to be of one thread if their places in tensors of the same
+//     number of elements are the same.
+// A strided tensor counts as all bytes from its first element to its last.
 // A copy to pinned memory that does not block happens when the host waits for it; until then the memory holds 0xFF.
 // All host threads share one clock, so what one of them has waited for counts for all.
 
@@ -96,6 +98,7 @@ struct Kernel {
     uint64_t tick;
     int program = 0, barriers = 0;
     std::map<Memory*, std::vector<Byte>> bytes;
+    Clock clock;
 } kernel;  // one at a time
 
 void wait(Clock& clock, const Clock& other) {
@@ -389,7 +392,11 @@ void resize_storage(const Tensor& self, int64_t size) {
     auto* storage = self.storage().unsafeGetStorageImpl();
     auto data = allocator.allocate(size);
     auto kept = std::min<size_t>(size, storage->nbytes());
-    if (kept) memcpy(data.get(), storage->data(), kept);
+    if (kept) {
+        memcpy(data.get(), storage->data(), kept);
+        auto& before = static_cast<Memory*>(storage->data_ptr().get_context())->is_written;
+        std::copy_n(before.begin(), kept, static_cast<Memory*>(data.get_context())->is_written.begin());
+    }
     storage->set_data_ptr(std::move(data));
     storage->set_nbytes(size);
 }
@@ -568,7 +575,9 @@ const char* const ACTIONS[] = {"loads", "stores", "changes"};
 
 void begin_kernel(std::string name) {
     auto tick = Operation{name, {}}.start();
-    kernel = {std::move(name), current, tick};
+    auto clock = clock_of(current);
+    std::lock_guard<std::mutex> guard(lock);
+    kernel = {std::move(name), current, tick, 0, 0, {}, std::move(clock)};
 }
 
 void begin_program(int64_t program) { kernel.program = program, kernel.barriers = 0; }
@@ -583,15 +592,18 @@ std::string problem(Byte& byte, Action action, int lane, int num_lanes, bool is_
         bool is_same = lane == at && num_lanes == of && num_lanes > 1;
         return byte.users[does] == kernel.program && barriers == kernel.barriers && !is_same;
     };
-    if (action == LOADS && !is_written && byte.users[STORES] == NOBODY && byte.users[CHANGES] == NOBODY) return "nothing has written";
+    if (action != STORES && !is_written && byte.users[STORES] == NOBODY && byte.users[CHANGES] == NOBODY) return "nothing has written";
     for (auto does : {LOADS, STORES, CHANGES}) {
         if (changes_nothing || (does == action && does != STORES)) continue;
         if (others(does)) return std::string("another program ") + ACTIONS[does];
-        if (does != CHANGES && action != CHANGES && other_threads(does)) return std::string("another thread ") + ACTIONS[does];
+        bool one_stores = does == STORES && action == STORES && num_lanes == 1 && std::get<2>(byte.threads[STORES]) == 1;
+        if (does != CHANGES && action != CHANGES && !one_stores && other_threads(does)) return std::string("another thread ") + ACTIONS[does];
     }
     int& user = byte.users[action];
+    bool is_shared = user == kernel.program && action != CHANGES && std::get<0>(byte.threads[action]) == kernel.barriers &&
+                     std::get<1>(byte.threads[action]) != lane;
     user = user == NOBODY || user == kernel.program ? kernel.program : MANY;
-    if (action != CHANGES) byte.threads[action] = {kernel.barriers, lane, num_lanes};
+    if (action != CHANGES) byte.threads[action] = {kernel.barriers, is_shared ? MANY : lane, num_lanes};
     return "";
 }
 
@@ -637,7 +649,7 @@ void end_kernel() {
                 end = std::find_if_not(begin, bytes.end(), is_used);
                 if (begin == end) break;
                 size_t first = begin - bytes.begin(), last = end - bytes.begin();
-                auto found = noted(memory, {first, last, kernel.stream, kernel.tick, writes, kernel.name}, clocks[kernel.stream]);
+                auto found = noted(memory, {first, last, kernel.stream, kernel.tick, writes, kernel.name}, kernel.clock);
                 if (race.empty()) race = found;
             }
         };

@@ -125,6 +125,7 @@ def recorded(call: Callable[..., object], *arguments: Any) -> list[Launched]:
     with ExitStack() as patches:
         patches.enter_context(patch.object(torch, "empty", torch.zeros))
         stream = SimpleNamespace(device_index=0, cuda_stream=0)  # tensors are in main memory, which has none
+        patches.enter_context(patch.object(launch, "_require_gpu", lambda device: None))
         patches.enter_context(patch.object(launch, "current_stream", lambda device: stream))
         for name, module in list(sys.modules.items()):
             if name.startswith("thinwire.kernels.triton.") and hasattr(module, "launch"):

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.program import programs
 
+import thinwire as tw
 from thinwire import kernels
 from thinwire.kernels import _native, backend, cpu
 
@@ -47,6 +48,20 @@ def test_a_function_of_the_backend_has_the_parameters_of_its_reference(kernel):
     named = {node.name: node.args.args for node in stub.body if isinstance(node, ast.FunctionDef)}
     # The names differ in places.
     assert len(named[cpu.SAME_ARGUMENTS[kernel].__name__]) == len(parameters(kernel.reference))
+
+
+def test_triton_refuses_tensors_in_main_memory():
+    pytest.importorskip("triton")
+    with (
+        kernels.use_backend("triton"),
+        pytest.raises(ValueError, match="need tensors on a GPU, got tensors on the CPU"),
+    ):
+        tw.TopK(0.5).encode(torch.ones(4))
+    with (
+        kernels.use_backend("triton"),
+        pytest.raises(ValueError, match="need tensors on a GPU, got tensors on the CPU"),
+    ):
+        tw.QSGD(bits=4).encode(torch.ones(4))
 
 
 def test_a_kernel_that_a_backend_does_not_have_falls_back_to_the_reference(monkeypatch):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -27,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import thinwire as tw
+from thinwire.strategy.gradients.rounds import GradientRounds
 
 SPARSE = tw.Mean(tw.chain(tw.TopK(0.1), tw.QSGD(bits=4)), tw.ErrorFeedback())
 
@@ -226,21 +228,32 @@ def test_an_error_in_backward_abandons_the_round():
     assert len(set(tw.LocalWorld(2).run(broken_backward_worker))) == 1
 
 
-def test_gradients_of_a_backward_pass_that_an_error_broke_off_are_not_used_again():
-    """Its averages were decoded into those of the next one, zeroed in place before."""
+@pytest.mark.parametrize("where", ["in the middle", "after the last bucket", "of two optimizers"])
+def test_gradients_of_a_backward_pass_that_an_error_broke_off_are_not_used_again(where, monkeypatch):
+    """Its averages may come when the next pass has begun, and are decoded into tensors that it must not use."""
+    decode, is_late = GradientRounds._finish, [False]
+    monkeypatch.setattr(GradientRounds, "_finish", lambda *args: (time.sleep(0.2 * is_late[0]), decode(*args))[1])
 
     def worker(comm):
-        model, x = make_model(), batch(comm.rank, 0)[0]
-        with tw.compress_gradients(model, SPARSE, comm=comm, bucket_bytes=1000):
-            fails = model.left.weight.register_hook(lambda grad: 1 / 0)
+        model = nn.Sequential(nn.Linear(20, 20), nn.Linear(20, 4))
+        x = torch.ones(3, 20, requires_grad=True)
+        with tw.compress_gradients(model, tw.Mean(), comm=comm, bucket_bytes=1):
+            model(x * 1).sum().backward()
+            expected = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            fails = (x if where == "after the last bucket" else model[0].weight).register_hook(lambda grad: 1 / 0)
+            is_late[0] = True
             with pytest.raises(ZeroDivisionError):
-                model(x).sum().backward()
+                model(x * 1).sum().backward()
+            is_late[0] = False
             fails.remove()
-            model.zero_grad(set_to_none=False)
-            with pytest.raises(ValueError, match="broke off the last backward pass.*set_to_none=True"):
-                model(x).sum().backward()
+            model[0].zero_grad(set_to_none=False)
+            model[1].zero_grad(set_to_none=where == "of two optimizers")
+            with pytest.raises(ValueError, match="rank 0: an error broke off the last backward pass.*set_to_none=True"):
+                model(x * 1).sum().backward()
             model.zero_grad(set_to_none=True)
-            model(x).sum().backward()
+            model(x * 1).sum().backward()
+            assert all(torch.equal(p.grad, grad) for p, grad in zip(model.parameters(), expected, strict=True))
 
     tw.LocalWorld(1).run(worker)
 

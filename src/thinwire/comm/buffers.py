@@ -1,4 +1,4 @@
-"""Tensors as memory: their bytes, new ones to receive into, in main memory, and what copies results to where they belong."""
+"""Tensors as memory: their bytes, new ones to receive into, copies in main memory, and copies back."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def wait_and_copy(wait: Wait, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
             tensor.copy_(staged, non_blocking=True)
 
 
-def in_main_memory(tensor: Tensor, copied: bool = True) -> Tensor:
+def staged_tensor(tensor: Tensor, copied: bool = True) -> Tensor:
     """The tensor itself if it is in main memory; else pinned memory of its shape, with its contents if `copied`.
 
     The thread sleeps until a GPU has copied it; a blocking copy would spin.
@@ -48,7 +48,7 @@ def in_main_memory(tensor: Tensor, copied: bool = True) -> Tensor:
         return tensor
     staged = debug.empty_like(tensor, device="cpu", pin_memory=tensor.is_cuda)
     if copied:
-        staged.copy_(tensor, non_blocking=True)
+        staged.copy_(tensor, non_blocking=tensor.is_cuda)
         if tensor.is_cuda:
             done = torch.cuda.Event(blocking=True)
             done.record(torch.cuda.current_stream(tensor.device))
@@ -56,14 +56,14 @@ def in_main_memory(tensor: Tensor, copied: bool = True) -> Tensor:
     return staged
 
 
-def all_in_main_memory(sends: dict[int, Tensor]) -> dict[int, Tensor]:
-    """`in_main_memory` of vectors of bytes, by one copy; a vector may go to several peers."""
+def all_staged(sends: dict[int, Tensor]) -> dict[int, Tensor]:
+    """`staged_tensor` of vectors of bytes, by one copy; a vector may go to several peers."""
     once = {id(tensor): tensor for tensor in sends.values()}
     tensors = list(once.values())
     if len(tensors) > 1 and tensors[0].device.type != "cpu":
-        tensors = list(in_main_memory(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
+        tensors = list(staged_tensor(torch.cat(tensors)).split([tensor.numel() for tensor in tensors]))
     else:
-        tensors = [in_main_memory(tensor) for tensor in tensors]
+        tensors = [staged_tensor(tensor) for tensor in tensors]
     staged = dict(zip(once, tensors, strict=True))
     return {peer: staged[id(tensor)] for peer, tensor in sends.items()}
 

@@ -30,7 +30,7 @@ from torch.distributed import distributed_c10d as c10d
 from .addresses import own_address
 from .background import Later
 from .base import Communicator, Start
-from .buffers import all_in_main_memory, in_main_memory, wait_and_copy
+from .buffers import all_staged, staged_tensor, wait_and_copy
 from .channel import Channel
 from .dense import gather_shards
 from .exit import until_exit
@@ -224,14 +224,14 @@ class ProcessGroupCommunicator(Communicator):
         landing = {peer: self._sendable(tensor, copied=False) for peer, tensor in receives.items()}
         works = [(f"from rank {peer}", self._begin(dist.irecv, tensor, peer)) for peer, tensor in landing.items()]
         by_gloo = any(self._backends[tensor.device.type] == "gloo" for tensor in sends.values())
-        staged = all_in_main_memory(sends) if by_gloo else sends
+        staged = all_staged(sends) if by_gloo else sends
         works += [(f"to rank {peer}", self._begin(dist.isend, tensor, peer)) for peer, tensor in staged.items()]
         copies = [(receives[peer], tensor) for peer, tensor in landing.items()]
         return partial(wait_and_copy, partial(wait_for_all, works), copies)
 
     def _sendable(self, tensor: Tensor, copied: bool = True) -> Tensor:
         """The tensor where the backend can send it from: for Gloo, in main memory; with its contents if `copied`."""
-        return in_main_memory(tensor, copied) if self._backends[tensor.device.type] == "gloo" else tensor
+        return staged_tensor(tensor, copied) if self._backends[tensor.device.type] == "gloo" else tensor
 
     def _open_channel(self, peers: list[int], max_bytes: int) -> Channel:
         from .tcp.channel import TcpChannel  # which meets over communicators like this one

@@ -8,7 +8,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
-from ..buffers import all_in_main_memory, in_main_memory, wait_and_copy
+from ..buffers import all_staged, staged_tensor, wait_and_copy
 from ..handle import CommunicationError, Wait
 from ..sums import Route
 from ..tcp import TcpCommunicator
@@ -86,20 +86,20 @@ class Groups:
 
     def all_reduce(self, tensor: Tensor) -> Wait:
         """Add up a tensor over all workers, in place."""
-        sent = in_main_memory(tensor)
+        sent = staged_tensor(tensor)
         return partial(wait_and_copy, self._connected()._start_all_reduce(sent), [(tensor, sent)])
 
     def broadcast(self, tensor: Tensor, root: int) -> Wait:
         """Give all workers the tensor of rank `root`, in place."""
         comm = self._connected()
         is_root = comm.rank == root
-        sent = in_main_memory(tensor, copied=is_root)
+        sent = staged_tensor(tensor, copied=is_root)
         return partial(wait_and_copy, comm._start_broadcast(sent, root), [] if is_root else [(tensor, sent)])
 
     def exchange(self, sends: dict[int, Tensor], receives: dict[int, Tensor]) -> Wait:
         """Send a tensor to each of some ranks, and receive into a tensor from each of some."""
-        landing = {peer: in_main_memory(tensor, copied=False) for peer, tensor in receives.items()}
-        wait = self._connected()._start_exchange(all_in_main_memory(sends), landing)
+        landing = {peer: staged_tensor(tensor, copied=False) for peer, tensor in receives.items()}
+        wait = self._connected()._start_exchange(all_staged(sends), landing)
         return partial(wait_and_copy, wait, [(receives[peer], tensor) for peer, tensor in landing.items()])
 
     def _connected(self) -> TcpCommunicator:

@@ -47,11 +47,15 @@ def launch(function: Any, num_programs: int, device: torch.device, *arguments: A
     Raises:
         ValueError: if the tensors are in main memory.
     """
-    if device.type == "cpu":
-        raise ValueError("tensors: expected them on a GPU, which Triton's kernels are for, got tensors on the CPU")
+    _require_gpu(device)
     if num_programs:
         with _LAUNCHING, torch.cuda.device(device):
             function[(num_programs,)](*arguments, **constants, **OPTIONS)
+
+
+def _require_gpu(device: torch.device) -> None:
+    if device.type == "cpu":
+        raise ValueError("tensors: Triton's kernels need tensors on a GPU, got tensors on the CPU")
 
 
 def kept(make: Callable[..., T]) -> Callable[..., T]:
@@ -62,6 +66,7 @@ def kept(make: Callable[..., T]) -> Callable[..., T]:
 
     @wraps(make)
     def get(device: torch.device, *arguments: Any) -> T:
+        _require_gpu(device)
         stream = current_stream(device)
         # Not the device: "cuda" alone is one GPU now, and another one later.
         key = (make, stream.device_index, stream.cuda_stream, *arguments)

@@ -121,6 +121,7 @@ class ParameterRounds:
 
     def begin(self) -> None:
         """Send the parameters as they are now."""
+        refuse_capture(self._device)  # before anything changes
         self.to_biased()
         self.comm.round_thread.drain()  # rounds of other strategies, which count in the same ledger
         if self.comm.is_elastic:

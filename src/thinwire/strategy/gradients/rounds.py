@@ -13,7 +13,8 @@ On an elastic communicator a round begins with the forward pass. A failure on th
 given up on all workers at the end of backward, memory stays as it was, and no optimizer updates these parameters.
 
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
-it. What was sent is decoded into the gradients of that pass, so the next one must have new ones. Other workers, which have had
+it. What was sent is decoded into the gradients of that pass, so the next one needs new tensors:
+`zero_grad(set_to_none=True)`. Other workers, which have had
 no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no other round follows, nothing waits
 for it: the finishing thread is a daemon.
 """
@@ -35,7 +36,7 @@ from ...average.base import Averager, NamedTensors, handle_of
 from ...comm import Communicator, Handle
 from ...streams import WorkStream, has_streams, note_stream, refuse_capture, wait_for_streams
 from ..model.optimizer_step import without_autocast
-from ..model.shards import Replica, local
+from ..model.shards import Replica
 from ..nonfinite import Looks, NonfiniteSteps, first_culprit, first_of, look_at
 from ..transaction import Transaction
 
@@ -78,6 +79,7 @@ class GradientRounds:
         self._held: list[Bucket] = []
         self._streams: set[Any] = set()  # on which the gradients of those held are complete
         self._kept: list[Bucket] = []  # until the training's stream waits for the work on them
+        self._earlier: list[Bucket] = []  # of passes that errors broke off
         self._finishing: list[Handle] = []
         self._late: list[Callable[[], None]] = []  # what is finished when all buckets are sent
         self._scale = 1.0
@@ -101,7 +103,11 @@ class GradientRounds:
         takes part for a worker without inputs left, the last bucket does.
         """
         if first:
-            self._open(tensors, buffer.device)
+            self._earlier += self._kept
+        if self._earlier:  # an error broke off the last backward pass
+            self._require_new(tensors)
+        if first:
+            self._open(buffer.device)
         if self._nonfinite.is_last_chance:
             self._looks += look_at(tensors)
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=[buffer.device] if buffer.is_cuda else [])
@@ -132,16 +138,20 @@ class GradientRounds:
         # The finishing thread still completes the futures of what was launched.
         self._finish_late()
 
-    def _open(self, tensors: NamedTensors, device: torch.device) -> None:
+    def _require_new(self, tensors: NamedTensors) -> None:
+        """That these gradients are not those of a pass which was broken off: its averages may be written into them."""
+        sent = {t.data_ptr() for bucket, _, _ in self._earlier for _, t in bucket if t.numel()}
+        used = next((name for name, t in tensors if t.data_ptr() in sent), None)
+        require(
+            used is None,
+            f"rank {self._comm.rank}: an error broke off the last backward pass, and its averages may still be written into "
+            f"the gradient of {used!r}; call zero_grad(set_to_none=True) after the error",
+        )
+
+    def _open(self, device: torch.device) -> None:
         refuse_capture(device)
-        if self._is_open:  # an error broke off the last backward pass
-            sent = {local(t).data_ptr() for bucket, _, _ in self._kept for _, t in bucket if t.numel()}
-            require(
-                sent.isdisjoint(local(t).data_ptr() for _, t in tensors),
-                "an error broke off the last backward pass, whose averages may still be written into the gradients; call "
-                "zero_grad(set_to_none=True) after it",
-            )
-            rest = self._send_rest()
+        if self._is_open or self._kept:  # an error broke off the last backward pass
+            rest = self._send_rest() if self._is_open else []
             self._finish_late()
             with self._work.continued():
                 for handle in [*self._finishing, *rest]:
@@ -149,7 +159,8 @@ class GradientRounds:
                         handle.wait()
             self._work.join()
             self._kept.clear()
-            self._averager.discard(self._state)
+            if self._is_open:
+                self._averager.discard(self._state)
             if rest and self._nonfinite.record(False, warn=False) == "raise":  # as on the others
                 self._is_open = False
                 raise self._nonfinite.error(first_culprit(first_of(self._looks), self._comm, self._shards))
@@ -250,6 +261,7 @@ class GradientRounds:
             finally:
                 self._work.join()
                 self._kept.clear()
+                self._earlier.clear()
         if self._comm.is_elastic:
             self._vote()
             if self._is_open:
