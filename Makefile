@@ -58,12 +58,12 @@ test-all: $(READY)
 	$(PYTEST) -n 6
 
 # Triton's interpreter must be chosen before Triton is imported, so each part is a run of its own. The conformance suite would
-# take it 13 minutes. The second and third compile all launches for the real types of their arguments: the interpreter
-# takes what the compiler refuses. The last compiles to machine code.
+# take it too long. The second and third compile all launches for the real types of their arguments: the interpreter takes what
+# the compiler refuses. The last compiles to machine code.
 TRITON_CHECKS := $(filter-out %/check_compiled.py,$(wildcard tests/kernels/triton/check_*.py))
 LAUNCHES := $(TRITON) -p helpers.compile_launches -W ignore $(TRITON_CHECKS) tests/gpu/check_codecs.py
 test-triton: $(READY) $(OLDEST_TRITON)
-	TRITON_INTERPRET=1 PYTHONPATH=tests $(TRITON) -p helpers.simulated_gpu -W ignore $(TRITON_CHECKS) \
+	TRITON_INTERPRET=1 PYTHONPATH=tests $(TRITON) -p helpers.simulated_gpu -W ignore::RuntimeWarning $(TRITON_CHECKS) \
 		tests/gpu/check_interpreted.py tests/gpu/check_simulated.py::test_random_compositions \
 		tests/gpu/check_codecs.py -k 'not conformance'
 	PYTHONPATH=tests $(LAUNCHES)

@@ -14,9 +14,8 @@ given up on all workers at the end of backward, memory stays as it was, and no o
 
 A backward pass that an error breaks off leaves its round open. The next round first finishes what was sent, and discards
 it. What was sent is decoded into the gradients of that pass, so the next one needs new tensors:
-`zero_grad(set_to_none=True)`. Other workers, which have had
-no error, wait for the rest of the buckets. They get NaN, and so skip the step too. Where no other round follows, nothing waits
-for it: the finishing thread is a daemon.
+`zero_grad(set_to_none=True)`. Other workers, which have had no error, wait for the rest of the buckets. They get NaN, and so
+skip the step too. Where no other round follows, nothing waits for it: the finishing thread is a daemon.
 """
 
 from __future__ import annotations
