@@ -31,6 +31,20 @@ from thinwire.comm.tls.connections import Listener, send_frame
 CHUNKS = 12  # and one of the description, and a last one of padding
 
 
+@pytest.fixture(autouse=True)
+def closed_listeners(monkeypatch):
+    made, begin = [], Listener.__init__
+
+    def noted(listener, *arguments, **options):
+        begin(listener, *arguments, **options)
+        made.append(listener)
+
+    monkeypatch.setattr(Listener, "__init__", noted)
+    yield
+    for listener in made:
+        listener.close()
+
+
 def after(rounds, place="one"):
     history = History()
     for _ in range(rounds):
