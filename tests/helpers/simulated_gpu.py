@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -224,7 +225,8 @@ def install() -> None:
         backend.BACKENDS["cuda"] = "reference"
     torch.UntypedStorage.resize_ = resized
     torch.Tensor.__deepcopy__ = deep_copied
-    for name in ("_broadcast_coalesced", "all_gather_into_tensor", "reduce_scatter_tensor"):
+    of_shards = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single")
+    for name in ("_broadcast_coalesced", *filter(partial(hasattr, dist), of_shards)):  # PyTorch 2.13 has all of them
         setattr(dist, name, through_main_memory(getattr(dist, name)))
     dist._verify_params_across_processes = lambda *arguments: None
     c10d._NCCL_AVAILABLE, c10d.ProcessGroupNCCL = True, Nccl
