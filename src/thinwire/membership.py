@@ -214,7 +214,7 @@ def own_norm(state: State) -> float:
     """The Euclidean norm of this worker's own fields, which are lost if it fails."""
     own_fields = [(one, name, kind.form) for one, name, kind in _all_fields(state) if kind.name in ("own", "cut")]
     values = (form.save(one, getattr(one, name)) if form else getattr(one, name) for one, name, form in own_fields)
-    return math.hypot(*(norm_of(_tensors(value)) for value in values))
+    return math.hypot(*(norm_of(tensors_in(value)) for value in values))
 
 
 def before_regrouping(state: State) -> State:
@@ -223,7 +223,7 @@ def before_regrouping(state: State) -> State:
         tensor
         for one, name, kind in _all_fields(state)
         if kind.name in ("own", "config") and not kind.tied
-        for tensor in _tensors(getattr(one, name))
+        for tensor in tensors_in(getattr(one, name))
     ]
     return copy.deepcopy(state, {id(tensor): tensor for tensor in untouched})
 
@@ -232,7 +232,7 @@ def untie(state: State) -> None:
     """Set what held among the workers so far to zero, because others take part from now on."""
     for one, name, kind in _all_fields(state):
         if kind.tied:
-            for tensor in _tensors(getattr(one, name)):
+            for tensor in tensors_in(getattr(one, name)):
                 tensor.zero_()
 
 
@@ -405,14 +405,14 @@ def require_names(here: Iterable[str], there: Iterable[str], what: str) -> None:
     require(not differing, f"saved {what} does not fit this model: {differing[:5]} are only in one of them")
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """All tensors in a value, which may be a dict, a list, a tuple or a dataclass of such values."""
     if isinstance(value, Tensor):
         yield value
         return
     value = vars(value) if is_dataclass(value) else value
     for part in value.values() if isinstance(value, Mapping) else value if isinstance(value, (list, tuple)) else ():
-        yield from _tensors(part)
+        yield from tensors_in(part)
 
 
 def _by_leaf(values: Sequence[Any], combine: Callable[[Sequence[Tensor]], Tensor]) -> Any:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import os
 import re
 import threading
 import time
@@ -22,8 +23,9 @@ from helpers import simulated_gpu
 from helpers.averagers import GOSSIP
 from helpers.codecs import CODECS
 from helpers.operations import all_operations, many_outstanding
+from helpers.program import wait_until
 from helpers.simulated_gpu import IS_INTERPRETED, SIMULATED
-from helpers.spawn import spawn
+from helpers.spawn import meet, retire, spawn
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategy.test_compositions import Model, Refused, strategies, trained
@@ -35,14 +37,15 @@ from thinwire import kernels, streams
 from thinwire.clock import Clock
 from thinwire.codec import Key
 from thinwire.codec.compose import transform
-from thinwire.comm import Background, ProcessGroupCommunicator
+from thinwire.comm import Background, ElasticCommunicator, Lighthouse, ProcessGroupCommunicator
 from thinwire.comm.buffers import staged_tensor
+from thinwire.comm.elastic import lighthouse
 from thinwire.comm.handle import nothing
 from thinwire.comm.issuer import Issuer
 from thinwire.kernels import flags
 from thinwire.kernels.random import keys_on
 from thinwire.lab.bench.parts import seconds_of
-from thinwire.membership import _tensors
+from thinwire.membership import tensors_in
 from thinwire.strategy.flight import Flight
 from thinwire.strategy.gradients.rounds import GradientRounds
 from thinwire.strategy.model.shards import Replica
@@ -121,7 +124,7 @@ def test_a_round_in_flight_changes_its_state_in_place(averager):
         optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
         with tw.attach(net, optimizer, tw.Gossip(averager, overlap=True), comm=comm) as handle:
             ((state, _),) = handle._averaged()
-            made = [StorageWeakRef(t.untyped_storage()) for t in _tensors(state)]
+            made = [StorageWeakRef(t.untyped_storage()) for t in tensors_in(state)]
             for step in range(3):
                 loss_of(net, step, comm.rank).backward()
                 optimizer.step()
@@ -327,6 +330,163 @@ def parameters_of(comm, strategy):
 def test_training_over_nccl(strategy):
     expected = tw.LocalWorld(4).run(parameters_of, strategy)
     assert_equal(spawn(4, over_nccl, parameters_of, strategy), expected, tolerance=1e-5)
+
+
+# ---- workers that come and go ----
+
+JOINS, LEAVES, ROUNDS = 2, 4, 6
+SECONDS = 20.0
+
+
+def place_for(min_workers):
+    """A Lighthouse, and a function that waits until a worker asks it for a round."""
+    made, quorums = [], lighthouse.Quorums
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lighthouse, "Quorums", lambda *options: made.append(quorums(*options)) or made[0])
+        place = Lighthouse(min_workers, "127.0.0.1")
+    return place, lambda: wait_until(lambda: made[0]._questions, "the joiner's question", SECONDS)
+
+
+def elastic_rounds(comm, handle, optimizer, loss, joins, others_wait, all_met, leaves=False):
+    """Train until so many rounds are committed; in one of them a worker joins, and in a later one another leaves.
+
+    Nobody takes a step before the joiner has its state, because it would leave out those that others have taken.
+    """
+    while comm.counts.committed < ROUNDS:
+        is_joined = comm.members is None if joins else comm.counts.committed == JOINS and not comm.in_round
+        if is_joined and not joins:
+            others_wait()
+        handle.begin_round()
+        if is_joined:
+            all_met()
+        if leaves and comm.counts.committed == LEAVES:
+            comm._groups.hang_up()
+            comm._asker.close()
+            return
+        optimizer.zero_grad()
+        loss(comm.counts.committed, comm.rank).backward()
+        optimizer.step()
+    assert comm.counts.healings == joins
+    handle.settle()
+
+
+def elastic_run(strategy, device):
+    """Worker 2 joins and worker 1 leaves in the middle of a round; each trains on a stream of its own. What is left of two."""
+    place, wait_for_joiner = place_for(2)
+    two, three, ended = threading.Barrier(2), threading.Barrier(3), threading.Barrier(3)
+
+    def others_wait():
+        three.wait(SECONDS)
+        wait_for_joiner()
+        two.wait(SECONDS)  # else one may see the question of the other
+
+    def worker(number):
+        on_its_own = torch.cuda.stream(torch.cuda.Stream() if device == GPU else None)
+        with on_its_own, torch.autograd.set_multithreading_enabled(False):  # workers would share one thread
+            if number == 2:
+                three.wait(SECONDS)
+            options = {"timeout_seconds": SECONDS, "quorum_seconds": SECONDS}
+            comm, net = ElasticCommunicator(place.address, number, 2, **options), copy.deepcopy(MODEL).to(device)
+            optimizer = torch.optim.SGD((p for p in net.parameters() if p.requires_grad), lr=0.05)
+            handle = tw.attach(net, optimizer, strategy, comm=comm)
+            meetings = others_wait, partial(three.wait, SECONDS)
+            try:
+                elastic_rounds(comm, handle, optimizer, partial(loss_of, net), number == 2, *meetings, number == 1)
+            finally:
+                ended.wait(SECONDS)
+                comm.close()
+            return ([p.detach().cpu() for p in net.parameters()],)
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [*threads.map(worker, range(3))]
+    place.close()
+    return found[::2]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        tw.Local(tw.Mean(tw.chain(tw.TopK(0.5), tw.QSGD(bits=4)), tw.ErrorFeedback()), every=2, outer=tw.OuterSGD()),
+        tw.Local(tw.Mean(tw.QSGD(bits=4)), every=4, fragments=2, delay=1, alpha=0.5, outer=tw.OuterSGD()),
+        tw.Gradients(tw.Mean(tw.TopK(0.5), tw.MomentumCorrection()), bucket_bytes=1),
+        tw.Gossip(tw.Mix(), overlap=True),
+    ],
+    ids=repr,
+)
+def test_a_worker_joins_and_another_one_leaves(strategy, monkeypatch):
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    found = elastic_run(strategy, GPU)
+    assert_equal(found, elastic_run(strategy, CPU))
+    if not (isinstance(strategy, tw.Gossip) or getattr(strategy, "alpha", 0)):
+        assert_equal(found[:1], found[1:])
+
+
+class Sums(nn.Module):
+    """Gradients as in `loss_of`, where FSDP sees a forward pass; of the last tensor one process holds nothing."""
+
+    def __init__(self, *parts):
+        super().__init__()
+        self.parts = nn.ModuleList(parts)
+        self.weights = nn.ParameterList([torch.linspace(-1, 1, 15).view(5, 3), torch.ones(4), torch.ones(1)])
+
+    def forward(self, step, rank):
+        return sum((part(step, rank) for part in self.parts), loss_of(self.weights, step, rank))
+
+
+def elastic_shards(comm, strategies, device):
+    """The shards of each of four processes, which are two workers, after a run with each strategy."""
+    retire()
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    backends = {"backend_override": {"shard": "nccl"}} if device == GPU else {}
+    names = ("replicate", "shard")
+    mesh = dist.init_device_mesh(device.type, (2, 2), mesh_dim_names=names, **backends)["shard"]
+    with torch.cuda.stream(torch.cuda.Stream() if device == GPU else None):
+        return ([shard for strategy in strategies for shard in joined_shards(comm, mesh, device, strategy)],)
+
+
+def joined_shards(comm, mesh, device, strategy):
+    """Worker 1 joins worker 0."""
+    from torch.distributed.fsdp import fully_shard
+
+    place, wait_for_joiner = place_for(1) if comm.rank == 0 else (None, lambda: None)
+    address = next(filter(None, comm.gather_objects(place and place.address)))
+    joins, all_meet = comm.rank >= 2, [partial(meet, f"{strategy} {when}", range(4)) for when in ("before", "after")]
+    net = Sums(Sums()).to(device)
+    for part in (*net.parts, net):
+        fully_shard(part, mesh=mesh)
+    if joins:
+        all_meet[0]()
+    elastic = ElasticCommunicator(address, int(joins), 1, timeout_seconds=SECONDS, replica=mesh)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.05, foreach=False)
+    handle = tw.attach(net, optimizer, strategy, comm=elastic)
+    if not handle.models_differ:
+        elastic.share("optimizer", optimizer.state_dict, optimizer.load_state_dict)
+
+    def others_wait():
+        all_meet[0]()
+        wait_for_joiner()
+
+    def loss(step, _):
+        return net(step, comm.rank)
+
+    elastic_rounds(elastic, handle, optimizer, loss, joins, others_wait, all_meet[1])
+    net.reshard()
+    comm.barrier()
+    handle.detach()
+    elastic.close()
+    comm.barrier()
+    if place is not None:
+        place.close()
+    return [p.to_local().detach().cpu() for p in net.parameters()]
+
+
+def test_a_worker_of_shards_joins():
+    averager = tw.Mean(tw.chain(tw.TopK(0.5), tw.QSGD(bits=4)), tw.ErrorFeedback())
+    strategies = [tw.Local(averager, every=2, outer=tw.OuterSGD()), tw.Gradients(averager)]
+    found = spawn(4, elastic_shards, strategies, GPU)
+    assert_equal(found, spawn(4, elastic_shards, strategies, CPU))
+    assert_equal(found[:2], found[2:])
 
 
 def one_copy_for_all_peers(comm):

@@ -14,13 +14,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 
+from ...membership import tensors_in
 from ...messages import log
+from ...streams import hand_over, take_over
 from ..handle import CommunicationError, reason_of
 from ..members import LeftOut, LostRounds, Members, Shared
 from ..tls.connections import Listener, Record, no_record
@@ -123,8 +124,7 @@ class Healing:
         for name, shared in self.shared.items():
             # What is late and common does not change within the round, so the training need not wait for a copy.
             is_constant = shared.is_late and shared.is_common
-            make = partial(_packed, shared.save)
-            sections[name] = make if is_constant else make()
+            sections[name] = _packed_later(shared.save()) if is_constant else packed(shared.save())
         return sections
 
     # ---- a worker that is healed ----
@@ -249,8 +249,16 @@ class Healing:
             raise CommunicationError(f"{who} could not be healed: {reason}") from error
 
 
-def _packed(save: Callable[[], Any]) -> Tensor:
-    return packed(save())
+def _packed_later(state: Any) -> Callable[[], Tensor]:
+    """What packs a state in another thread, after the work that the caller has queued on its tensors."""
+    made = [(t, hand_over(t)) for t in tensors_in(state)]
+
+    def make() -> Tensor:
+        for t, event in made:
+            take_over(t, event)
+        return packed(state)
+
+    return make
 
 
 def _refuse_loss(own: History, theirs: History, number: int, source: int) -> None:

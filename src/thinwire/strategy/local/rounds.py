@@ -67,7 +67,7 @@ from .fragments import Fragment, make_fragments
 from .optimizer_states import average_states
 from .outer_sgd import OuterSGD
 from .quorum import Quorum
-from .state import LATE, LocalState, loaded_outer, saved_outer
+from .state import LATE, LocalState, loaded_outer, named_outer
 
 if TYPE_CHECKING:
     from .local import Local
@@ -581,7 +581,7 @@ class LocalUpdates(OwnModelAttachment):
         )
         self._share_part(
             "anchors",
-            lambda: {"anchor": dict(record.anchor), "outer": saved_outer(record, record.outer)},
+            lambda: {"anchor": dict(record.anchor), "outer": named_outer(record, record.outer)},
             torch.no_grad()(load_anchors),
             is_common,
             self._heals_late,

@@ -33,9 +33,13 @@ def _outer_names(state: LocalState) -> list[str]:
     return [names[id(p)] for group in state.outer.param_groups for p in group["params"]]
 
 
+def named_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
+    """The outer optimizer's state by parameter name, with its own tensors."""
+    return _renamed(outer.state_dict(), dict(enumerate(_outer_names(state))))
+
+
 def saved_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
-    # `state_dict` refers to the optimizer's own tensors.
-    return _renamed(copy.deepcopy(outer.state_dict()), dict(enumerate(_outer_names(state))))
+    return copy.deepcopy(named_outer(state, outer))
 
 
 def loaded_outer(state: LocalState, outer: Optimizer, saved: dict[str, Any]) -> Optimizer:
