@@ -31,6 +31,7 @@ from hypothesis import strategies as st
 from strategy.test_compositions import Model, Refused, strategies, trained
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_map_only
 
 import thinwire as tw
 from thinwire import kernels, streams
@@ -86,9 +87,19 @@ def assert_equal(found, expected, tolerance=0.0):
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance, check_device=False)
 
 
+def from_file(saved):
+    """As after `torch.load(..., map_location="cpu")`."""
+    return tree_map_only(torch.Tensor, torch.Tensor.cpu, saved)
+
+
 @settings(max_examples=25 if IS_INTERPRETED else 100)
-@given(parts=st.data(), workers=st.sampled_from([1, 2, 4]), momentum=st.sampled_from([0.0, 0.9]))
-def test_random_compositions(parts, workers, momentum):
+@given(
+    parts=st.data(),
+    workers=st.sampled_from([1, 2, 4]),
+    momentum=st.sampled_from([0.0, 0.9]),
+    saved=st.sampled_from([list, from_file]),
+)
+def test_random_compositions(parts, workers, momentum, saved):
     try:
         strategy = parts.draw(strategies())
     except Refused:
@@ -102,7 +113,7 @@ def test_random_compositions(parts, workers, momentum):
         return
     found = world.run(trained, strategy, momentum, *on(GPU))
     assert_equal(found, expected, tolerance_of(strategy))
-    assert_equal(world.run(trained, strategy, momentum, *on(GPU, found)), found)
+    assert_equal(world.run(trained, strategy, momentum, *on(GPU, saved(found))), found)
     assert SIMULATED.races() == []
 
 
@@ -112,7 +123,8 @@ def test_a_round_in_flight_after_loading(averager):
     strategy, world = tw.Gossip(averager, overlap=True, staleness=1), tw.LocalWorld(4)
     found = world.run(trained, strategy, 0.9, *on(GPU))
     assert_equal(found, world.run(trained, strategy, 0.9, *on(CPU)), tolerance_of(strategy))
-    assert_equal(world.run(trained, strategy, 0.9, *on(GPU, found)), found)
+    for saved in (found, from_file(found)):
+        assert_equal(world.run(trained, strategy, 0.9, *on(GPU, saved)), found)
 
 
 @pytest.mark.parametrize("averager", GOSSIP, ids=repr)

@@ -233,8 +233,8 @@ class _HalfStep:
         return {i: self._direction(peer, i, x[i].device, warm.get(self.matrices[i][0])) for i in self.matrices}
 
     def _direction(self, peer: int, i: int, device: torch.device, warm: Tensor | None) -> Tensor:
-        # Directions that were loaded are memory of the training's stream, and the round replaces them.
-        p = None if warm is None else _orthonormal(in_use(warm), self.averager.sign_p)
+        # Directions that were loaded may be in main memory, or memory of the training's stream; the round replaces them.
+        p = None if warm is None else _orthonormal(in_use(warm.to(device)), self.averager.sign_p)
         finite = p is not None and kernels.all_finite([p.reshape(-1)])  # `_orthonormal` of zero is not finite
         # On a GPU the flag has one condition, for one tensor, and `torch.where` decides without a wait of the host.
         if finite is not True:
