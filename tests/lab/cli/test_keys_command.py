@@ -90,6 +90,34 @@ def test_mistakes_are_one_line(command, line, tmp_path, monkeypatch, capsys):
     assert not (tmp_path / "third").exists()
 
 
+def test_no_machine_is_called_unknown_or_revoked_because_a_file_is_damaged(tmp_path, capsys):
+    """Else nobody would look at the folder, and the machine would stay in the run."""
+    keys_of(tmp_path, "first", "second")
+    folder = tmp_path / "first"
+    certificate = folder / "issued" / "second.pem"
+    kept = certificate.read_bytes()
+
+    def refused(line):
+        assert main(["keys", "revoke", str(folder), "second"]) == 2
+        said = capsys.readouterr().err
+        assert line in said and said.count("\n") == 1, said
+
+    for content in (b"", b"junk"):
+        certificate.write_bytes(content)
+        refused(f"{certificate} is damaged; restore it, or make new keys")
+    certificate.write_bytes(kept)
+    (folder / "revoked.pem").write_text("junk")
+    refused("revoked.pem is damaged; restore it")
+    (folder / "revoked.pem").unlink()
+    (folder / "issued").rename(folder / "away")
+    refused("issued: No such file or directory; let yourself read it, or restore it")
+    (folder / "issued").write_text("")
+    refused("issued: Not a directory; let yourself read it")
+    (folder / "issued").unlink()
+    (folder / "away").rename(folder / "issued")
+    assert main(["keys", "revoke", str(folder), "second"]) == 0
+
+
 def test_help_of_each_command(capsys):
     assert main(["keys"]) == 0
     assert "thinwire keys revoke FOLDER NAME" in capsys.readouterr().out

@@ -26,9 +26,10 @@ import socket
 import ssl
 import threading
 import time
+from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from ...algorithm import able_to, require
 from ..addresses import address_text, parse_address
@@ -46,6 +47,7 @@ AUTHORITY_LIFE = timedelta(days=3650)
 SECRET_BYTES, SUM_BYTES = 32, 4
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
 PREFIX = "thinwire."
+Loaded = TypeVar("Loaded")
 MAX_TEXT = 1 << 14
 """Characters of a request for a certificate."""
 
@@ -215,9 +217,9 @@ class Issuer:
         _check_name(name)
         with self._lock:
             path = self._folder / ISSUED / f"{name}.pem"
-            issued = path.read_bytes() if path.exists() else b""
+            issued = _read(path) if path.exists() else b""
             require(
-                all(csr.public_key() == old.public_key() for old in _certificates(issued)),
+                not issued or all(csr.public_key() == old.public_key() for old in _issued(path)),
                 f"a worker named {name} has a certificate already; choose another --name, or revoke it",
             )
             made = (
@@ -247,14 +249,17 @@ class Issuer:
         """Take a worker's certificate back; returns the file with the list of all that were revoked.
 
         Raises:
-            ValueError: no worker of this name has a certificate.
+            ValueError: no worker of this name has a certificate, or a file cannot be read.
         """
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
 
-        names = sorted(path.stem for path in (self._folder / ISSUED).glob("*.pem"))
+        folder, listed = self._folder / ISSUED, self._folder / REVOKED
+        with able_to(f"read {folder}", "let yourself read it, or restore it: it has each worker's certificate"):
+            # `glob` would find nothing in a folder that it may not read.
+            names = sorted(path.stem for path in folder.iterdir() if path.suffix == ".pem")
         require(name in names, f"no worker named {name!r} has a certificate; these have: {', '.join(names) or 'none'}")
-        path, listed = self._folder / ISSUED / f"{name}.pem", self._folder / REVOKED
+        path = folder / f"{name}.pem"
         now = datetime.now(timezone.utc)
         crl = (
             x509.CertificateRevocationListBuilder()
@@ -265,9 +270,9 @@ class Issuer:
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(self._key.public_key()), critical=False)
         )
         if listed.exists():
-            for entry in x509.load_pem_x509_crl(listed.read_bytes()):
+            for entry in _loaded(x509.load_pem_x509_crl, listed):
                 crl = crl.add_revoked_certificate(entry)
-        for certificate in _certificates(path.read_bytes()):
+        for certificate in _issued(path):
             taken = x509.RevokedCertificateBuilder().serial_number(certificate.serial_number).revocation_date(now)
             crl = crl.add_revoked_certificate(taken.build())
         made = crl.sign(self._key, hashes.SHA256())
@@ -503,11 +508,19 @@ def _fingerprint(certificate: bytes) -> str:
         return ""
 
 
-def _certificates(pem: bytes) -> list[x509.Certificate]:
-    """Those in a file, which may be empty."""
+def _issued(path: Path) -> list[x509.Certificate]:
+    """The certificates of a worker, in its file."""
     from cryptography import x509
 
-    return x509.load_pem_x509_certificates(pem) if pem else []
+    return _loaded(x509.load_pem_x509_certificates, path)
+
+
+def _loaded(load: Callable[[bytes], Loaded], path: Path) -> Loaded:
+    content = _read(path)
+    try:
+        return load(content)
+    except ValueError:
+        raise ValueError(f"{path} is damaged; restore it, or make new keys for the run") from None
 
 
 def _name_of(certificate: bytes) -> str:
