@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
-from helpers.program import Program, wait_until
+from helpers.program import Program, below, wait_until
 
 from thinwire.comm.parent_death import become_fork_server, end_with_parent
 from thinwire.lab.bench.workers import in_workers
@@ -61,3 +62,33 @@ def test_the_workers_of_a_measurement_end_with_it(tmp_path):
     program.wait_until((tmp_path / "begun").is_symlink, "the measurement")
     program.kill()
     wait_until(lambda: has_ended(int(os.readlink(tmp_path / "begun"))), "the worker's end", 10)
+
+
+def test_ctrl_c_while_the_workers_of_a_measurement_import_is_silent_and_leaves_none(tmp_path):
+    """The fork server showed where it was; and one that outlived this process started the worker, which waited for long."""
+    program = Program(measure_until_ctrl_c, str(tmp_path), folder=tmp_path)
+
+    def fork_server() -> list[int]:
+        return [pid for pid in below(program.pid) if b"forkserver" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    program.wait_until(fork_server, "the fork server")
+    time.sleep(0.3)  # its imports take longer
+    (server,) = fork_server()
+    for pid in (program.pid, *below(program.pid)):  # as a terminal does
+        os.kill(pid, signal.SIGINT)
+    assert program.wait(60) == 130 and program.stderr == "", program.stderr
+    wait_until(lambda: has_ended(server), "the fork server's end", 20)
+
+
+def measure_until_ctrl_c(folder: str) -> None:
+    try:
+        measure(folder)
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def test_ctrl_c_ends_a_measurement_at_once(tmp_path):
+    program = Program(measure_until_ctrl_c, str(tmp_path), folder=tmp_path)
+    program.wait_until((tmp_path / "begun").is_symlink, "the measurement")
+    program.send_signal(signal.SIGINT)
+    assert program.wait(20) == 130 and program.stderr == "", program.stderr

@@ -7,19 +7,34 @@ module before it forks, and so ends with the launcher; each worker calls `end_wi
 from __future__ import annotations
 
 import ctypes
+import multiprocessing
 import os
 import signal
 import sys
+import threading
+from typing import Any
 
 PR_SET_PDEATHSIG = 1  # of Linux' prctl.h
 _server: int | None = None  # the fork server's process, also in its children, which are forked from it
 
 
 def end_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when its parent ends. Does nothing on other systems than Linux.
+    """Have Linux send SIGKILL to this process when its parent ends. A child of the fork server ends with the launcher too.
 
-    A child of the fork server that calls it when the server has ended already ends at once.
+    A child of the fork server that calls it when the server or the launcher has ended already ends at once.
     """
+    _die_with_parent()
+    if (launcher := multiprocessing.parent_process()) is not None:
+        # A fork server that still imports does not end with the launcher, and starts what was asked for.
+        threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
+
+
+def _end_with(launcher: Any) -> None:
+    launcher.join()  # returns when it has ended, however it ended
+    os._exit(1)
+
+
+def _die_with_parent() -> None:
     if sys.platform != "linux":
         return
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -31,7 +46,7 @@ def become_fork_server() -> None:
     """End this process with its parent, and its children, which call `end_with_parent`, with this process."""
     global _server
     _server = os.getpid()
-    end_with_parent()
+    _die_with_parent()
 
 
 def is_fork_server() -> bool:

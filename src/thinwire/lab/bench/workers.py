@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from multiprocessing import forkserver
 from typing import Any
 
 import torch
@@ -41,6 +43,7 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
         OSError: that of a worker whose output nobody reads, or no disk holds.
         SystemExit: a worker has ended with exit code 1, after it has said why.
     """
+    from ..train.signals import blocked
     from ..train.start.connect import loopback_store
 
     if "RANK" in os.environ:
@@ -48,8 +51,13 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
     store = loopback_store(0)
     logging.getLogger("torch.multiprocessing.spawn").setLevel(logging.ERROR)  # it warns of each worker that it ends
     method = worker_context([parent_death.__name__, __name__, *preloaded]).get_start_method()
+    if method == "forkserver":
+        # Ctrl-C reaches all processes of a terminal. This one answers it, and ends the others, which are daemons.
+        with blocked([signal.SIGINT]):
+            forkserver.ensure_running()
+    arguments = (work, task, workers, store.port)
     try:
-        torch.multiprocessing.start_processes(_started, (work, task, workers, store.port), workers, start_method=method)
+        torch.multiprocessing.start_processes(_started, arguments, workers, daemon=True, start_method=method)
     except torch.multiprocessing.ProcessExitedException as end:
         mistake = f"mistake/{end.error_index}"
         if store.check([mistake]):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
@@ -18,7 +16,7 @@ from ....messages import MORE_PROCESSES, error_text
 from ...variables import variables_set
 from ..config import RunConfig
 from ..results.callbacks import Callback
-from ..signals import SIGNALS
+from ..signals import SIGNALS, blocked
 from .connect import credentials_of, loopback_store
 from .environment import LOOPBACK
 from .lighthouse import lighthouse_of
@@ -93,10 +91,5 @@ def for_children(config: RunConfig) -> Iterator[None]:
     variables = {"OMP_NUM_THREADS": str(config.threads)}
     # Hides C++ warnings about lost connections: the exception has the reason.
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
-    resource_tracker.ensure_running()  # starting it later would unblock signals
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        with variables_set(variables):
-            yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    with blocked(SIGNALS), variables_set(variables):
+        yield

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import multiprocessing
 import os
 import threading
 import time
@@ -53,7 +52,6 @@ def work(
         is_restart: whether this worker replaces one that died.
     """
     end_with_parent()
-    threading.Thread(target=end_with_launcher, daemon=True).start()
     threading.excepthook = ignore_file_errors
     install_for_warnings()
     host = LOOPBACK if lighthouse is None else urlsplit(lighthouse).hostname or LOOPBACK
@@ -116,14 +114,6 @@ def report_failure(store: Store | None, folder: Path, number: int, error: Except
     if store is not None:
         with contextlib.suppress(RuntimeError):  # the launcher is gone
             store.compare_set(f"failed/{number}", "", f"{came} {line}")
-
-
-def end_with_launcher() -> None:
-    launcher = multiprocessing.parent_process()
-    assert launcher is not None, "a worker is a child process"
-    # It returns when the launcher has ended, however it ended.
-    launcher.join()
-    os._exit(1)
 
 
 def ignore_file_errors(raised: threading.ExceptHookArgs) -> None:
