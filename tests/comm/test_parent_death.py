@@ -92,3 +92,12 @@ def test_ctrl_c_ends_a_measurement_at_once(tmp_path):
     program.wait_until((tmp_path / "begun").is_symlink, "the measurement")
     program.send_signal(signal.SIGINT)
     assert program.wait(20) == 130 and program.stderr == "", program.stderr
+
+
+def test_a_worker_that_is_killed_during_a_measurement_is_one_line(tmp_path):
+    """PyTorch's ProcessExitedException, with its traceback."""
+    program = Program(measure, str(tmp_path), folder=tmp_path)
+    program.wait_until((tmp_path / "begun").is_symlink, "the measurement")
+    os.kill(int(os.readlink(tmp_path / "begun")), signal.SIGKILL)
+    assert program.wait(20) == 1
+    assert program.stderr == "thinwire: worker 0 was ended by SIGKILL, as the kernel does when memory runs out\n"

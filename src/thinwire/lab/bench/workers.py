@@ -22,6 +22,7 @@ from ...comm.notice import said_if_late
 from ...comm.process_world import worker_context
 from ...comm.store import connected_store, gathering
 from ...comm.transport import Transport, connect
+from ...messages import log
 from ..output import FULL, UNREAD, drop
 
 CPU = torch.device("cpu")
@@ -41,10 +42,11 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
     Raises:
         ValueError: that of a worker.
         OSError: that of a worker whose output nobody reads, or no disk holds.
-        SystemExit: a worker has ended with exit code 1, after it has said why.
+        SystemExit: a worker has ended, and it or this process has said why.
     """
     from ..train.signals import blocked
     from ..train.start.connect import loopback_store
+    from ..train.start.watch import how_it_ended
 
     if "RANK" in os.environ:
         return work(task)
@@ -63,9 +65,9 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
         if store.check([mistake]):
             arguments = json.loads(store.get(mistake))
             raise (OSError if len(arguments) > 1 else ValueError)(*arguments) from None
-        if end.exit_code == 1:
-            sys.exit(1)
-        raise
+        if end.exit_code != 1:
+            log.error(how_it_ended(end.error_index, end.exit_code))
+        sys.exit(1)
 
 
 def _started(rank: int, work: Callable[[Any], Any], task: Any, workers: int, port: int) -> None:

@@ -225,9 +225,7 @@ class Watch:
         codes = {number: worker.exitcode or 0 for number, worker in enumerate(self.workers, start=self.first_worker)}
         for number, code in codes.items():
             if code < 0:
-                name = signal.Signals(-code).name
-                memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
-                return self._ended(f"worker {number} was ended by {name}{memory}")
+                return self._ended(how_it_ended(number, code))
         for place in stopped(self.workers):
             number, pid = self.first_worker + place, self.workers[place].pid
             return self._ended(f"worker {number} (process {pid}) was stopped by SIGSTOP and did not go on")
@@ -235,13 +233,27 @@ class Watch:
         for number, code in codes.items():
             # It did not come as far as to say why; those that did have lost their connection to it.
             if code and number not in said:
-                if code == NO_FORK_SERVER:
-                    return self._ended(f"{FORK_SERVER_DIED}, and all workers with it")
-                return self._ended(f"worker {number} ended with exit code {code} and gave no reason")
+                return self._ended(how_it_ended(number, code))
         reports = [self.store.get(f"failed/{number}").decode() for number in said]
         first = min(reports, key=lambda report: int(report.split()[0])).split(maxsplit=1)[1]
         removed = "" if self.folder.is_dir() else f"; the run's folder {self.folder} was removed"
         return WorkerError(f"{first}{removed}")
+
+
+def how_it_ended(number: int, code: int) -> str:
+    """How a worker ended that gave no reason.
+
+    Example:
+        >>> how_it_ended(1, -9)
+        'worker 1 was ended by SIGKILL, as the kernel does when memory runs out'
+    """
+    if code == NO_FORK_SERVER:
+        return f"{FORK_SERVER_DIED}, and all workers with it"
+    if code >= 0:
+        return f"worker {number} ended with exit code {code} and gave no reason"
+    name = signal.Signals(-code).name
+    memory = ", as the kernel does when memory runs out" if name == "SIGKILL" else ""
+    return f"worker {number} was ended by {name}{memory}"
 
 
 def stopped(workers: Sequence[BaseProcess]) -> list[int]:
