@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import os
 import socket
+import subprocess
+import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -94,6 +97,28 @@ def test_a_worker_that_never_comes_is_a_line_and_not_a_hang(tmp_path):
         assert run.returncode == 1 and "Hosts" in run.stdout
         said = run.stderr.strip().splitlines()[-1]
         assert said.startswith(f"thinwire: rank {rank} could not connect with the others: {why}"), run.stderr
+
+
+def test_an_address_where_something_else_answers_is_one_line(tmp_path):
+    """PyTorch printed a stack of C++ functions before it. A process of its own: what it logs is set when it is imported."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer():
+            while True:
+                try:
+                    connection, _ = server.accept()
+                except OSError:  # the test is over
+                    return
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+        threading.Thread(target=answer, daemon=True).start()
+        place = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+        place |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1])}
+        command = [sys.executable, "-m", "thinwire", "doctor", "--timeout", "1"]
+        done = subprocess.run(command, env=os.environ | place, capture_output=True, text=True, timeout=200)
+        server.shutdown(socket.SHUT_RDWR)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1, done.stderr
+    assert "worker 1 does not reach the store at 127.0.0.1:" in done.stderr
 
 
 def test_mistakes_are_one_line(capsys):

@@ -33,6 +33,7 @@ Each command explains its options with --help. A first run:
 from __future__ import annotations
 
 import errno
+import os
 import sys
 from collections.abc import Sequence
 
@@ -67,6 +68,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     prepare_output()
     install_for_warnings()
+    # Before PyTorch is imported: its errors of lost connections come with a C++ stack, and as exceptions too.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")
         if missing := missing_packages(command):

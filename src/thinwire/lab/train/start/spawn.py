@@ -89,7 +89,7 @@ def for_children(config: RunConfig) -> Iterator[None]:
     Workers unblock the signals when their handlers are ready. The fork server never does, so SLURM's signals cannot end it.
     """
     variables = {"OMP_NUM_THREADS": str(config.threads)}
-    # Hides C++ warnings about lost connections: the exception has the reason.
-    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Hides what C++ says about lost connections: the exception has the reason.
+    variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
     with blocked(SIGNALS), variables_set(variables):
         yield
