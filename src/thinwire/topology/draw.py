@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from math import ceil
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,9 @@ def draw(topology: Topology, size: int, path: str | Path) -> Path:
         if len(steps) > 1:
             axes.set_title(f"step {step}", fontsize=9, color=INK)
     figure.suptitle(_title(topology, size, len(shown), len(steps)), fontsize=11, color=INK)
-    figure.savefig(path, dpi=150)
+    drawn = io.BytesIO()  # on a full disk, Matplotlib's writer of PDF hides the reason
+    figure.savefig(drawn, format=path.suffix.lower()[1:], dpi=150)
+    path.write_bytes(drawn.getvalue())
     return path
 
 

@@ -233,6 +233,14 @@ def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monk
     assert said.count("\n") == 1 and expected in said and len(said) < 300
 
 
+def test_a_topology_drawn_on_a_full_disk_is_one_line(tmp_path, capsys):
+    """Matplotlib's writer of PDF ended in a traceback of zlib."""
+    path = tmp_path / "ring.pdf"
+    path.symlink_to("/dev/full")
+    assert main(["topology", "Ring()", "--workers", "4", "--output", str(path)]) == 2
+    assert capsys.readouterr().err == f"thinwire: cannot write {path}: No space left on device; choose another file\n"
+
+
 def test_the_list_has_each_name_of_the_notation_once(capsys):
     assert main(["list"]) == 0
     lines = capsys.readouterr().out.splitlines()

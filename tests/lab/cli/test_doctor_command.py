@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import threading
-from pathlib import Path
 
 import pytest
 from helpers.command import TORCHRUN, python, thinwire
@@ -66,7 +65,6 @@ def test_what_ends_the_workers_is_said_without_a_traceback(tmp_path):
     assert "Traceback" not in run.stderr
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_is_no_firewall(tmp_path):
     """Rank 1 said that it could not connect with the others."""
     full = "import os, sys; os.dup2(os.open('/dev/full', os.O_WRONLY), 1); "

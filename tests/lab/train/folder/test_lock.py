@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-from pathlib import Path
 
 import pytest
 from helpers.command import python, started, thinwire
@@ -106,7 +105,6 @@ def test_newer_checkpoints_of_others_do_not_count(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == [checkpoint.name_of(step) for step in (2, 3, 50, 60)]
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     """The metrics go to a device that is always full."""
     folder = tmp_path / "runs" / "full"
@@ -120,7 +118,6 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path):
     assert "worker 0 failed: ENOSPC: No space left on device: 'runs/full/metrics.jsonl'" in done.stderr
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_checkpoint_that_filled_the_disk_is_removed(tmp_path):
     """Its parts stayed there until a later run saved a newer one, for which they left no space."""
     folder = tmp_path / "runs" / "full"
@@ -133,7 +130,6 @@ def test_a_checkpoint_that_filled_the_disk_is_removed(tmp_path):
     assert list((folder / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="/dev/full is Linux's")
 def test_a_checkpoint_on_a_full_disk_names_its_file(tmp_path):
     (tmp_path / "worker-0.pt").symlink_to("/dev/full")
     with pytest.raises(OSError, match="No space left on device: '.*worker-0.pt'") as raised:
