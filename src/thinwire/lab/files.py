@@ -71,7 +71,9 @@ def load_json_object(path: Path) -> dict[str, Any]:
         require(isinstance(value, dict), f"expected a JSON object, got {type(value).__name__}")
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:  # of JSON, or of UTF-8
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file in UTF-8") from None
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
     read: dict[str, Any] = value
     return read

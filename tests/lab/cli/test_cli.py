@@ -233,6 +233,13 @@ def test_a_misspelt_word_says_what_was_meant(arguments, expected, tmp_path, monk
     assert said.count("\n") == 1 and expected in said and len(said) < 300
 
 
+def test_a_configuration_that_is_no_text_is_said_without_words_of_python(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_bytes(b"\x80")
+    assert main(["train", "digits", "--config", str(path)]) == 2
+    assert capsys.readouterr().err == f"thinwire: {path} is not a text file in UTF-8\n"
+
+
 def test_a_topology_drawn_on_a_full_disk_is_one_line(tmp_path, capsys):
     """Matplotlib's writer of PDF ended in a traceback of zlib."""
     path = tmp_path / "ring.pdf"
