@@ -19,13 +19,13 @@ _server: int | None = None  # the fork server's process, also in its children, w
 
 
 def end_with_parent() -> None:
-    """Have Linux send SIGKILL to this process when its parent ends. A child of the fork server ends with the launcher too.
+    """End this process with its parent, and a child of the fork server with the launcher too, also if they have ended already.
 
-    A child of the fork server that calls it when the server or the launcher has ended already ends at once.
+    Linux sends SIGKILL when the parent ends. A thread waits for the launcher's end, which is all that other systems have.
     """
     _die_with_parent()
     if (launcher := multiprocessing.parent_process()) is not None:
-        # A fork server that still imports does not end with the launcher, and starts what was asked for.
+        # A fork server that is still importing outlives the launcher, and then starts the workers that it was asked for.
         threading.Thread(target=_end_with, args=(launcher,), daemon=True).start()
 
 

@@ -42,12 +42,12 @@ class Rounds:
 
         Args:
             name: of the part, the same on all workers.
-            save: returns tensors and plain values; called on live workers when a round begins.
+            save: returns tensors and plain values; called on live workers when a round begins that a worker joins.
             load: restores them; called on the worker that joins, in the order in which parts were shared.
             is_common: whether it is the same on all workers when a round begins: then it is compared, and comes from several
                 workers. Otherwise the joiner takes over that of one of them.
-            is_late: whether it may be loaded after the round has begun, while the others train. What is common besides must
-                not change within a round, because it is read when a joiner asks for it.
+            is_late: whether it may be loaded after the round has begun, while the others train. If it is common too, what
+                `save` returns is read when the joiner asks for it, so it must not change within the round.
         """
         raise NotImplementedError(f"{type(self).__name__} has the same workers all the time")
 

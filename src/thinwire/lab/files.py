@@ -72,7 +72,7 @@ def load_json_object(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file in UTF-8") from None
+        raise ValueError(f"{path} is not a text file in UTF-8; restore the file, or name another") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
     read: dict[str, Any] = value
@@ -99,7 +99,7 @@ def load_toml(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise ValueError(f"cannot read {path}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file in UTF-8") from None
+        raise ValueError(f"{path} is not a text file in UTF-8; restore the file, or name another") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}{_in_quotes(str(error))}") from None
 

@@ -237,7 +237,9 @@ def test_a_configuration_that_is_no_text_is_said_without_words_of_python(tmp_pat
     path = tmp_path / "config.json"
     path.write_bytes(b"\x80")
     assert main(["train", "digits", "--config", str(path)]) == 2
-    assert capsys.readouterr().err == f"thinwire: {path} is not a text file in UTF-8\n"
+    assert (
+        capsys.readouterr().err == f"thinwire: {path} is not a text file in UTF-8; restore the file, or name another\n"
+    )
 
 
 def test_a_topology_drawn_on_a_full_disk_is_one_line(tmp_path, capsys):

@@ -217,9 +217,9 @@ class Issuer:
         _check_name(name)
         with self._lock:
             path = self._folder / ISSUED / f"{name}.pem"
-            issued = _read(path) if path.exists() else b""
+            issued = _issued(path) if path.exists() else []
             require(
-                not issued or all(csr.public_key() == old.public_key() for old in _issued(path)),
+                all(csr.public_key() == old.public_key() for old in issued),
                 f"a worker named {name} has a certificate already; choose another --name, or revoke it",
             )
             made = (
@@ -239,10 +239,10 @@ class Issuer:
                 .add_extension(x509.SubjectAlternativeName([x509.DNSName(name)]), critical=False)
                 .sign(self._key, hashes.SHA256())
             )
-            pem = made.public_bytes(serialization.Encoding.PEM)
+            *before, pem = (one.public_bytes(serialization.Encoding.PEM) for one in (*issued, made))
             with able_to(f"make the folder {path.parent}", "let yourself write there"):
                 path.parent.mkdir(exist_ok=True)
-            _write(path, issued + pem)
+            _write(path, b"".join((*before, pem)))
             return pem
 
     def revoke(self, name: str) -> Path:

@@ -57,9 +57,9 @@ def in_workers(work: Callable[[Any], Any], task: Any, workers: int, preloaded: S
         # Ctrl-C reaches all processes of a terminal. This one answers it, and ends the others, which are daemons.
         with blocked([signal.SIGINT]):
             forkserver.ensure_running()
-    arguments = (work, task, workers, store.port)
+    given = (work, task, workers, store.port)
     try:
-        torch.multiprocessing.start_processes(_started, arguments, workers, daemon=True, start_method=method)
+        torch.multiprocessing.start_processes(_started, given, workers, daemon=True, start_method=method)
     except torch.multiprocessing.ProcessExitedException as end:
         mistake = f"mistake/{end.error_index}"
         if store.check([mistake]):

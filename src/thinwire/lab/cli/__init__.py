@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *options = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     prepare_output()
     install_for_warnings()
-    # Before PyTorch is imported: its errors of lost connections come with a C++ stack, and as exceptions too.
+    # Before PyTorch is imported: it logs each lost connection with a C++ stack, and the exception says the same.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         run = named(COMMANDS, command, "command", "thinwire --help")

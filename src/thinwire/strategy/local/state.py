@@ -34,7 +34,7 @@ def _outer_names(state: LocalState) -> list[str]:
 
 
 def named_outer(state: LocalState, outer: Optimizer) -> dict[str, Any]:
-    """The outer optimizer's state by parameter name, with its own tensors."""
+    """The outer optimizer's state by parameter name, with its own tensors, which its next step changes."""
     return _renamed(outer.state_dict(), dict(enumerate(_outer_names(state))))
 
 

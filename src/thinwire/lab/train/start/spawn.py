@@ -89,7 +89,7 @@ def for_children(config: RunConfig) -> Iterator[None]:
     Workers unblock the signals when their handlers are ready. The fork server never does, so SLURM's signals cannot end it.
     """
     variables = {"OMP_NUM_THREADS": str(config.threads)}
-    # Hides what C++ says about lost connections: the exception has the reason.
+    # PyTorch logs each lost connection with a C++ stack, and the exception says the same.
     variables["TORCH_CPP_LOG_LEVEL"] = os.environ.get("TORCH_CPP_LOG_LEVEL", "FATAL")
     with blocked(SIGNALS), variables_set(variables):
         yield
