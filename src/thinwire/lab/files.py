@@ -66,13 +66,10 @@ def load_json_object(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file is missing, is not JSON or holds something else; the message names the file.
     """
+    text = _text_in(path)
     try:
-        value = json.loads(path.read_text(encoding="utf-8-sig"))
+        value = json.loads(text)
         require(isinstance(value, dict), f"expected a JSON object, got {type(value).__name__}")
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file in UTF-8; restore the file, or name another") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged ({error}); restore the file, or remove its run") from None
     read: dict[str, Any] = value
@@ -94,14 +91,21 @@ def load_toml(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: the file cannot be read, or is no TOML; the message names it.
     """
+    text = _text_in(path)
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
-    except OSError as error:
-        raise ValueError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise ValueError(f"{path} is not a text file in UTF-8; restore the file, or name another") from None
+        return tomllib.loads(text)
     except ValueError as error:
         raise ValueError(f"{path}: {error}{_in_quotes(str(error))}") from None
+
+
+def _text_in(path: Path) -> str:
+    """The text of a file, without a byte-order mark."""
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"{path} is not a text file in UTF-8; restore the file, or name another") from None
 
 
 def _in_quotes(text: str) -> str:

@@ -105,6 +105,8 @@ def test_no_machine_is_called_unknown_or_revoked_because_a_file_is_damaged(tmp_p
     for content in (b"", b"junk"):
         certificate.write_bytes(content)
         refused(f"{certificate} is damaged; restore it, or make new keys")
+        with pytest.raises(ValueError, match="second.pem is damaged"):
+            keys.Issuer(folder).sign(keys._request_again(tmp_path / "second"), days=1)
     certificate.write_bytes(kept)
     (folder / "revoked.pem").write_text("junk")
     refused("revoked.pem is damaged; restore it")
